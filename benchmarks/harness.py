@@ -1,0 +1,100 @@
+"""Timing and book-keeping that all benchmarks share: medians with spread, one CSV, hardware and versions in every row."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import rankwise
+
+RESULTS = Path(__file__).parent / "results.csv"
+COLUMNS = "date benchmark case value unit p20 p80 repeats goal hardware threads torch rankwise commit".split()
+
+
+def seconds(function: Callable[[], object], repeats: int) -> list[float]:
+    """Wall-clock times of `repeats` calls, on the GPU up to its end; one call more first, untimed."""
+    times = []
+    for i in range(repeats + 1):
+        _wait()
+        start = time.perf_counter()
+        function()
+        _wait()
+        if i:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Times of several functions taken in turn, so that a slow spell of the machine meets them all."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(repeats + 1):
+        for name, function in functions.items():
+            (taken,) = seconds(function, 1)[-1:] if i == 0 else [_once(function)]
+            if i:
+                times[name].append(taken)
+    return times
+
+
+def _once(function: Callable[[], object]) -> float:
+    _wait()
+    start = time.perf_counter()
+    function()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def record(benchmark: str, case: str, values: list[float], unit: str, goal: str = "") -> None:
+    """Append the median of `values`, with its spread, to results.csv, and print it."""
+    ordered = sorted(values)
+    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
+    row = dict(
+        date=date.today().isoformat(),
+        benchmark=benchmark,
+        case=case,
+        value=f"{statistics.median(values):.4g}",
+        unit=unit,
+        p20=f"{p20:.4g}",
+        p80=f"{p80:.4g}",
+        repeats=len(values),
+        goal=goal,
+        hardware=hardware(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        rankwise=rankwise.__version__,
+        commit=commit(),
+    )
+    new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(f"{benchmark:<12} {case:<44} {row['value']:>8} {unit:<6} [{row['p20']}, {row['p80']}]  {goal}", flush=True)
+
+
+def hardware() -> str:
+    """The processor, and the GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit that was measured, marked where the tree differs from it."""
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent)
+    return run.stdout.strip() or "unknown"

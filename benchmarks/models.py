@@ -1,0 +1,41 @@
+"""The models that benchmarks measure: an encoder of the size of BERT-base, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A transformer layer: attention and feed-forward, normalized first."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm_1(x)
+        q, k, v = (f(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Encoder(nn.Module):
+    """Embeddings (if a vocabulary is given), then a stack of blocks."""
+
+    def __init__(self, num_layers: int = 12, width: int = 768, num_words: int | None = None, length: int = 512) -> None:
+        super().__init__()
+        self.words = nn.Embedding(num_words, width) if num_words else None
+        self.positions = nn.Embedding(length, width) if num_words else None
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.words is not None and self.positions is not None:
+            x = self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x

@@ -1,0 +1,19 @@
+"""rankwise makes a language model as small as you ask.
+
+    pruner = rankwise.Pruner(model, rankwise.Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
+"""
+
+from rankwise.adapters.generic import find_plan as find_plan
+from rankwise.compress import compress as compress
+from rankwise.core.budget import Budget as Budget
+from rankwise.core.budget import SizeReport as SizeReport
+from rankwise.core.budget import count as count
+from rankwise.core.plan import Plan as Plan
+from rankwise.errors import BudgetError as BudgetError
+from rankwise.errors import CheckpointError as CheckpointError
+from rankwise.errors import DataError as DataError
+from rankwise.errors import PlanError as PlanError
+from rankwise.errors import RankwiseError as RankwiseError
+from rankwise.pruner import Pruner as Pruner
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Adapters: from a model family to a plan."""

@@ -1,0 +1,1 @@
+"""The paper, on torch alone: gates, gated matrices, budgets and what moves the gates. Names no model."""

@@ -1,0 +1,175 @@
+"""Budgets: the size asked for, and the books that are kept of a model's size.
+
+Paper: section 4.3 (t, the target size) and the compression convention of section 5 (`of="prunable"`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rankwise.errors import BudgetError
+
+
+def count(model: nn.Module) -> int:
+    """The number of parameters of `model`, tied weights once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense)."""
+
+    num_components: int
+    per_component: int
+    cap: int
+
+    def __call__(self, k: int) -> int:
+        assert 0 <= k <= self.num_components
+        return min(k * self.per_component, self.cap)
+
+    @property
+    def full(self) -> int:
+        """The cost of keeping everything."""
+        return self(self.num_components)
+
+
+@dataclass(frozen=True)
+class Account:
+    """The books of one model: what it held before pruning, and what each planned matrix costs at each rank."""
+
+    dense: int
+    """Parameters of the whole model before pruning."""
+    prunable: int
+    """Those of them that stand in planned matrices: the paper's reference for *removed*."""
+    curves: tuple[CostCurve, ...]
+    itemsize: int = 4
+    """Bytes of one exported parameter."""
+    buffer_bytes: int = 0
+    """Bytes of what is saved beside the parameters."""
+
+    @property
+    def fixed(self) -> int:
+        """Parameters that no choice of components can remove."""
+        return self.dense - self.prunable
+
+    @property
+    def largest(self) -> int:
+        """The exported size with every component kept."""
+        return self.fixed + sum(curve.full for curve in self.curves)
+
+    def size(self, counts: Sequence[int]) -> int:
+        """The exported size with `counts[i]` components of matrix i kept."""
+        return self.fixed + sum(curve(k) for curve, k in zip(self.curves, counts, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The size asked for: exactly one of `params`, `removed` and `megabytes`."""
+
+    params: int | None = None
+    """Parameters of the exported model."""
+    removed: float | None = None
+    """Fraction of the parameters to remove, in (0, 1)."""
+    of: Literal["model", "prunable"] = "model"
+    """What `removed` is a fraction of: the whole model, or its planned matrices (the paper's convention)."""
+    megabytes: float | None = None
+    """10^6 bytes of saved tensors in the export dtype."""
+    dtype: torch.dtype | None = None
+    """With `megabytes`: the export dtype, to which `compact()` casts. Default: the model's own."""
+
+    def __post_init__(self) -> None:
+        given = {n: v for n in ("params", "removed", "megabytes") if (v := getattr(self, n)) is not None}
+        if len(given) != 1:
+            said = " and ".join(f"`{name}`" for name in given) or "none"
+            raise BudgetError(
+                f"A budget takes exactly one of `params`, `removed` and `megabytes`, but got {said}. "
+                "Example: Budget(removed=0.8)."
+            )
+        ((name, value),) = given.items()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
+        if name == "removed" and not 0 < value < 1:
+            hint = f" Did you mean removed={value / 100:g}?" if 1 < value < 100 else " Example: removed=0.8 keeps a fifth."
+            raise BudgetError(f"`removed` must be a fraction in (0, 1), but is {value} instead.{hint}")
+        if name != "removed" and not (math.isfinite(value) and value > 0):
+            raise BudgetError(f"`{name}` must be positive and finite, but is {value} instead.")
+        if name == "params" and value != int(value):
+            raise BudgetError(f"`params` must be a whole number, but is {value} instead.")
+        if self.of not in ("model", "prunable"):
+            raise BudgetError(f'`of` must be "model" or "prunable", but is {self.of!r} instead.')
+        if self.of == "prunable" and name != "removed":
+            raise BudgetError(f'`of="prunable"` goes with `removed`, but the budget names `{name}`. Leave `of` out.')
+        if self.dtype is not None and (name != "megabytes" or not self.dtype.is_floating_point):
+            raise BudgetError(
+                f"`dtype` must be a floating type and goes with `megabytes`, but is {self.dtype} beside `{name}`."
+            )
+
+    def resolve(self, account: Account) -> int:
+        """The number of parameters the exported model may have; refuses what cannot be reached."""
+        if self.removed is not None:
+            whole = account.dense if self.of == "model" else account.prunable
+            # as a decimal: 1 - 0.8 in floating point would lose a parameter now and then
+            limit = account.dense - math.ceil(Fraction(repr(self.removed)) * whole)
+        elif self.megabytes is not None:
+            saved = math.floor(Fraction(repr(self.megabytes)) * 10**6)
+            limit = (saved - account.buffer_bytes) // account.itemsize
+        else:
+            assert self.params is not None
+            limit = int(self.params)
+        if limit < account.fixed:
+            raise BudgetError(self._too_small(limit, account))
+        return limit
+
+    def _too_small(self, limit: int, account: Account) -> str:
+        floor = account.fixed
+        text = (
+            f"The budget must be at least {floor:,} parameters (what is not in the plan), "
+            f"but asks for {max(limit, 0):,} of {account.dense:,}. "
+        )
+        if self.megabytes is not None:
+            smallest = (floor * account.itemsize + account.buffer_bytes) / 10**6
+            return text + f"The smallest size is megabytes={smallest:g}; raise the budget or add modules to the plan."
+        removed = math.floor((1 - floor / account.dense) * 10**4) / 10**4
+        return text + f"Remove at most {removed:g} of the model, or add modules to the plan."
+
+
+@dataclass(frozen=True)
+class SizeReport:
+    """Where a model stands: four sizes in parameters."""
+
+    dense: int
+    """Before pruning."""
+    budget: int
+    """What the exported model may have."""
+    expected: float
+    """Under the gates as they stand in training, s(alpha) in the paper."""
+    exported: int
+    """What `compact()` would give now."""
+    prunable: int
+    """Of `dense`, what stands in planned matrices."""
+    nonzeros: bool = False
+    """Whether sizes count non-zero weights, because the method cannot shrink a matrix (AGP)."""
+
+    @property
+    def removed(self) -> float:
+        """Fraction of the whole model that the export removes."""
+        return 1 - self.exported / self.dense
+
+    @property
+    def removed_of_prunable(self) -> float:
+        """Fraction of the planned matrices that the export removes: the paper's convention."""
+        return (self.dense - self.exported) / self.prunable if self.prunable else 0.0
+
+    def __str__(self) -> str:
+        unit = "non-zero parameters (the matrices keep their shape)" if self.nonzeros else "parameters"
+        rows = [("dense", self.dense), ("budget", self.budget), ("expected", self.expected), ("exported", self.exported)]
+        lines = [f"{name:<9}{value:>16,.0f}  {1 - value / self.dense:7.2%} removed" for name, value in rows]
+        lines.append(f"in {unit}; {self.prunable:,} can be pruned, {self.removed_of_prunable:.2%} of them are removed")
+        return "\n".join(lines)

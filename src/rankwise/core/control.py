@@ -1,0 +1,192 @@
+"""Controllers: what moves all gates of a model together, once per training step.
+
+Paper: section 4.3 (one mask per batch, drawn for the whole model).
+
+The forward pass is a deterministic function of (weights, gate state, step): masks are made here, once per step,
+for all gates. A controller's state lies in buffers, so a checkpoint of `model.state_dict()` resumes a run, and
+every rank of a distributed run makes the same masks without talking.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.core.budget import Account
+from rankwise.core.gates import FEW, Gate, Mask, State
+from rankwise.core.matrices import GatedMatrix
+from rankwise.errors import RankwiseError
+
+
+class Controller(State, ABC):
+    """Moves the gates of `matrices` towards `limit` parameters.
+
+    `progress(k)` says how far along the target size is after k steps.
+    """
+
+    steps: Tensor
+    learns = True
+    """Whether steps are needed before an export makes sense."""
+
+    def __init__(
+        self,
+        matrices: Sequence[GatedMatrix],
+        account: Account,
+        limit: int,
+        progress: Callable[[int], float] = lambda step: 1.0,
+        *,
+        rank_multiple: int = 1,
+    ) -> None:
+        super().__init__()
+        self.matrices = tuple(matrices)
+        self.account = account
+        self.limit = limit
+        self.progress = progress
+        self.rank_multiple = rank_multiple
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self._step = 0
+        self._drawn = self._standing = False
+
+    @property
+    def gates(self) -> list[Gate]:
+        return [matrix.gate for matrix in self.matrices]
+
+    @property
+    def step(self) -> int:
+        """Training steps taken so far."""
+        return self._step
+
+    def target(self) -> int:
+        """The size asked for at this step, in parameters of the whole model."""
+        start = self.account.dense
+        return max(self.limit, round(start + (self.limit - start) * self.progress(self._step)))
+
+    @abstractmethod
+    def expected_size(self) -> float:
+        """The expected size under the gates as they stand, in parameters of the whole model."""
+
+    @abstractmethod
+    def counts(self, limit: int) -> list[int]:
+        """How many components of each matrix an export of at most `limit` parameters keeps."""
+
+    @abstractmethod
+    def order(self, i: int) -> Tensor:
+        """The components of matrix i, the one to keep longest first."""
+
+    def values(self, i: int) -> Tensor | None:
+        """The deterministic z of matrix i's components where they are kept; None where that is one."""
+        return None
+
+    @abstractmethod
+    def draw(self) -> None:
+        """Make the training masks of the current step."""
+
+    @abstractmethod
+    def update(self, grad_scale: float) -> None:
+        """Move the gates by the gradients collected in `z.grad`."""
+
+    def advance(self, grad_scale: float = 1.0) -> None:
+        """One training step: move the gates, then the target, then draw new masks."""
+        if not (grad_scale > 0):
+            raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
+        self.make_ready(evaluation=False)
+        self.update(grad_scale)
+        for gate in self.gates:
+            if gate.z is not None:
+                gate.z.grad = None
+        self._step += 1
+        self.steps.fill_(self._step)
+        self._drawn = self._standing = False
+        self.make_ready(evaluation=False)
+
+    def choose(self, limit: int) -> list[Tensor]:
+        """The components each matrix keeps in an export of at most `limit` parameters, in ascending order."""
+        counts = self.counts(limit)
+        return [self.order(i)[:k].sort().values for i, k in enumerate(counts)]
+
+    def make_ready(self, *, evaluation: bool) -> None:
+        """Make the masks that are about to be used, unless they stand already."""
+        if evaluation and not self._standing:
+            self._standing = True
+            self._stand()
+        elif not evaluation and not self._drawn:
+            self._drawn = True
+            with torch.no_grad():
+                self.draw()
+
+    def outdate(self) -> None:
+        """Forget every mask: the state they were made from was loaded or moved."""
+        self._drawn = self._standing = False
+        if not self.steps.is_meta:
+            self._step = int(self.steps)
+
+    @torch.no_grad()
+    def _stand(self) -> None:
+        """Masks for evaluation: what would be exported at the current target."""
+        for i, kept in enumerate(self.choose(self.target())):
+            gate = self.matrices[i].gate
+            z = torch.zeros(gate.num_components, device=kept.device)
+            values = self.values(i)
+            z[kept] = 1.0 if values is None else values[kept]
+            gate.standing = Mask(z, kept if len(kept) <= FEW * gate.num_components else None)
+
+    def gradient(self, grad_scale: float) -> Tensor:
+        """dL/dz of all gates as one flat vector: averaged over ranks, loss scale removed, zero if not finite."""
+        grads = [gate.z.grad if gate.z is not None else None for gate in self.gates]
+        if all(grad is None for grad in grads):
+            raise RankwiseError(
+                "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
+                "it, with the model in training mode."
+            )
+        sizes = [gate.num_components for gate in self.gates]
+        parts = [self.steps.new_zeros(n, dtype=torch.float) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+        flat = torch.cat(parts) / grad_scale
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+        return torch.where(torch.isfinite(flat).all(), flat, 0.0)
+
+    def fill(self, z: Tensor) -> None:
+        """Hand a flat vector of z to the gates, with the indices of the open components where they are few."""
+        sizes = [gate.num_components for gate in self.gates]
+        leaves = [gate.z for gate in self.gates]
+        torch._foreach_copy_(leaves, list(z.split(sizes)))
+        # the one synchronisation of a step
+        numbers = torch.stack([part.count_nonzero() for part in z.split(sizes)]).tolist()
+        index = torch.nonzero_static(z, size=sum(numbers)).flatten()
+        start = 0
+        for gate, size, number, part in zip(self.gates, sizes, numbers, index.split(numbers), strict=True):
+            gate.active = part - start if number <= FEW * size else None
+            start += size
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.outdate()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.outdate()
+        return self
+
+
+class FixedController(Controller):
+    """Ranks are chosen beforehand, and the gates stand open: nothing is learned about them."""
+
+    learns = False
+
+    def expected_size(self) -> float:
+        return self.account.size(self.counts(self.limit))
+
+    def order(self, i: int) -> Tensor:
+        return torch.arange(self.matrices[i].gate.num_components, device=self.steps.device)
+
+    def draw(self) -> None:
+        pass
+
+    def update(self, grad_scale: float) -> None:
+        pass

@@ -1,0 +1,116 @@
+"""Factorizations W = P Q: random, SVD, and SVD whitened by calibration data.
+
+Paper: section 4.1 (P, Q), section 5 "Tasks" (starting rank), section 6 "BERT on Classification Tasks" (SVD).
+Shapes: O = outputs, I = inputs, R = rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 4096
+"""Rows of W that are held in double precision at a time."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """P, Q and how much each component carries, most first."""
+
+    p_OR: Tensor
+    q_RI: Tensor
+    energy_R: Tensor
+    """Squared singular values: what dropping a component adds to the squared error."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What calibration data says of the two sides of a matrix."""
+
+    inputs_II: Tensor | None = None
+    """Second moment E[x x^T] of the inputs."""
+    rows_O: Tensor | None = None
+    """How often each row is looked up, where the matrix is an embedding."""
+
+
+def same_size_rank(shape: tuple[int, int]) -> int:
+    """The rank at which P and Q hold as many parameters as W.  Paper: r = d1 d2 / (d1 + d2)."""
+    return max(1, shape[0] * shape[1] // sum(shape))
+
+
+def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
+    """Factors drawn so that the entries of P Q have the variance of those of W."""
+    out_features, in_features = weight_OI.shape
+    mean_square = weight_OI.detach().double().square().mean().item()
+    # Var((P Q)_oi) = R sigma^4 for entries of variance sigma^2
+    sigma = (mean_square / rank) ** 0.25
+
+    def draw(*shape: int) -> Tensor:
+        noise = torch.randn(*shape, generator=generator, dtype=torch.float32)
+        return (noise * sigma).to(weight_OI.device, weight_OI.dtype)
+
+    p_OR, q_RI = draw(out_features, rank), draw(rank, in_features)
+    return Factors(p_OR, q_RI, torch.ones(rank, dtype=torch.float64))
+
+
+def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2) -> Factors:
+    """The best factors of the given rank, with the singular values shared out between P and Q.
+
+    Without `moments` the squared error of W is least; with them that of its outputs on the calibration data:
+    || F^(1/2) (W - P Q) C^(1/2) ||, C = E[x x^T] and F = row frequencies, both damped.
+
+    P = W L V / d and Q = d V^T L^-1, where C = L L^T and V are the eigenvectors of L^T W^T F W L: at full rank P Q is
+    W to rounding, whatever the accuracy of V. The Gram matrix is summed in double precision, a few rows at a time, so
+    a large embedding is never copied whole.
+    """
+    out_features, in_features = weight_OI.shape
+    full = min(out_features, in_features)
+    rank = full if rank is None else min(rank, full)
+    weight = weight_OI.detach()
+    moments = moments or Moments()
+    if moments.inputs_II is None and moments.rows_O is None and out_features < in_features:
+        left = svd(weight.t(), rank)
+        return Factors(left.q_RI.t().contiguous(), left.p_OR.t().contiguous(), left.energy_R)
+
+    gram = _gram(weight, _damped_rows(moments.rows_O, damping))
+    right, right_inverse = _square_root(moments.inputs_II, damping)
+    if right is not None:
+        gram = right.t() @ gram @ right
+    energy, vectors = torch.linalg.eigh(gram)
+    energy, vectors = energy.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
+    # d = sqrt(singular value); a vanishing one must not divide by zero
+    d = energy.clamp(min=max(1e-14 * float(energy[0]), 1e-30)).pow(0.25)
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    to_p = (vectors if right is None else right @ vectors) / d
+    to_q = (vectors if right_inverse is None else right_inverse.t() @ vectors) * d
+    p_OR = weight.to(precise) @ to_p.to(precise)
+    return Factors(p_OR.to(weight.dtype), to_q.t().to(weight.dtype).contiguous(), energy)
+
+
+def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
+    """W^T F W in double precision."""
+    total = torch.zeros(weight_OI.shape[1], weight_OI.shape[1], dtype=torch.float64, device=weight_OI.device)
+    for start in range(0, len(weight_OI), ROWS):
+        part = weight_OI[start : start + ROWS].double()
+        weighted = part if rows_O is None else part * rows_O[start : start + ROWS, None]
+        total.addmm_(part.t(), weighted)
+    return total
+
+
+def _damped_rows(rows_O: Tensor | None, damping: float) -> Tensor | None:
+    if rows_O is None:
+        return None
+    rows_O = rows_O.double()
+    return rows_O + damping * rows_O.mean()
+
+
+def _square_root(inputs_II: Tensor | None, damping: float) -> tuple[Tensor | None, Tensor | None]:
+    """L and L^-1 with L L^T = C + damping * mean(diag C)."""
+    if inputs_II is None:
+        return None, None
+    values, vectors = torch.linalg.eigh(inputs_II.double())
+    values = values.clamp(min=0)
+    root = (values + damping * values.mean().clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+    return vectors * root, vectors.t() / root.unsqueeze(1)

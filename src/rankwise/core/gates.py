@@ -1,0 +1,187 @@
+"""Gates: the vector z that says how far each component of a matrix is open.
+
+Paper: section 3 "Background" (hard concrete distribution, eqs. 2 and 3) and section 4.4 "Inference".
+Shapes: R = components of one gate.
+
+A gate is moved by its controller alone. Its state (`alpha`, or the learned diagonal) is a buffer, and `z` is
+a leaf tensor outside the module registry: no optimizer, clipper or weight decay over `model.parameters()`
+can touch either, and `z.grad` collects dL/dz over however many backward passes make up a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from rankwise.core.control import Controller
+
+FEW = 0.8
+"""Up to this fraction of open components only those are multiplied; above it, selecting costs more than it saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardConcrete:
+    """The hard concrete distribution: a sigmoid of logistic noise, stretched and clamped to [0, 1]."""
+
+    temperature: float = 2 / 3
+    """beta; lower is closer to a binary gate."""
+    stretch: float = 0.1
+    """Samples live in (l, r) = (-stretch, 1 + stretch) before clamping."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "stretch"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+
+    def sample(self, alpha: Tensor, noise: Tensor) -> Tensor:
+        """z = min(1, max(0, s (r - l) + l)), s = sigmoid((logit u + alpha) / beta).  Paper: section 3."""
+        eps = 1e-6
+        u = noise.clamp(eps, 1 - eps)
+        s = torch.sigmoid((torch.logit(u) + alpha) / self.temperature)
+        return (s * (1 + 2 * self.stretch) - self.stretch).clamp(0, 1)
+
+    def open_probability(self, alpha: Tensor) -> Tensor:
+        """P(z > 0) = sigmoid(alpha - beta log(-l / r)).  Paper: eq. (3)."""
+        return torch.sigmoid(alpha - self._shift())
+
+    def expected(self, alpha: Tensor) -> Tensor:
+        """E[z], exact for every temperature and stretch.
+
+        E[z] = int_0^1 P(z > t) dt; with t = (r - l) sigmoid(y) + l this is the integral of
+        (r - l) sigmoid'(y) sigmoid(alpha - beta y) over |y| < log(r / -l): smooth, so Gauss-Legendre
+        nodes give it to rounding.
+        """
+        y, weight = _quadrature(self.stretch, alpha.device)
+        p = torch.sigmoid(alpha.double().unsqueeze(-1) - self.temperature * y)
+        return (p @ weight).clamp(0, 1).to(alpha.dtype)
+
+    def alpha(self, open_probability: float) -> float:
+        """The alpha whose gate is open with the given probability: the inverse of `open_probability`."""
+        if not 0 < open_probability < 1:
+            raise ValueError(f"`open_probability` must lie in (0, 1), but is {open_probability} instead.")
+        return math.log(open_probability / (1 - open_probability)) + self._shift()
+
+    def _shift(self) -> float:
+        return self.temperature * math.log(self.stretch / (1 + self.stretch))
+
+
+@lru_cache(maxsize=32)
+def _quadrature(stretch: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Nodes y and weights of the integral in `HardConcrete.expected`."""
+    import numpy as np
+
+    node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(96))
+    bound = math.log((1 + stretch) / stretch)
+    y = bound * node
+    weight = bound * weight * (1 + 2 * stretch) * torch.sigmoid(y) * torch.sigmoid(-y)
+    return y.to(device), weight.to(device)
+
+
+class Mask(NamedTuple):
+    """What a gate lets through: z over all components (None: one everywhere) and, where only few are open, which."""
+
+    z: Tensor | None
+    active: Tensor | None = None
+
+
+class State(nn.Module):
+    """A module whose buffers keep their dtype when the model around them is cast to bf16 or fp16."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+class Gate(State):
+    """The vector z over `num_components` components of one matrix; this one stands open for good."""
+
+    def __init__(self, num_components: int) -> None:
+        super().__init__()
+        self.num_components = num_components
+        self.z: Tensor | None = None
+        self.active: Tensor | None = None
+        self.standing: Mask | None = None
+        # in a list, so that the module registry does not see it: the first gate of a model registers it
+        self._controller: list[Controller] = []
+
+    def attend(self, controller: Controller) -> None:
+        """Let `controller` move this gate from now on."""
+        self._controller = [controller]
+
+    def forward(self) -> Mask:
+        """The mask of this training step; in evaluation mode the mask that would be exported now."""
+        for controller in self._controller:
+            controller.make_ready(evaluation=not self.training)
+        if not self.training and self.standing is not None:
+            return self.standing
+        return Mask(self.z, self.active)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.z is not None:
+            device = fn(self.z.detach()).device
+            self.z = self.z.detach().to(device).requires_grad_(self.z.requires_grad)
+        self._outdate()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._outdate()
+
+    def _outdate(self) -> None:
+        for controller in self._controller:
+            controller.outdate()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_components}"
+
+
+class HardConcreteGate(Gate):
+    """A learned gate (L0): z is drawn from the hard concrete distribution with parameter alpha."""
+
+    alpha: Tensor
+
+    def __init__(
+        self, num_components: int, distribution: HardConcrete | None = None, *, open_probability: float = 0.999
+    ) -> None:
+        super().__init__(num_components)
+        self.distribution = distribution or HardConcrete()
+        start = self.distribution.alpha(open_probability)
+        self.register_buffer("alpha", torch.full((num_components,), start))
+        self.z = torch.ones(num_components).requires_grad_()
+
+
+class MagnitudeGate(Gate):
+    """A gate set by magnitude (AGP): a diagonal, thresholded from outside.
+
+    With `learned=True` the diagonal is trained by the controller (FLOP-AGP); otherwise it is one everywhere, and
+    the magnitudes are those of the weights themselves (AGP).
+    """
+
+    kept: Tensor
+    diagonal: Tensor
+
+    def __init__(self, num_components: int, *, learned: bool) -> None:
+        super().__init__(num_components)
+        self.learned = learned
+        self.register_buffer("kept", torch.ones(num_components, dtype=torch.bool))
+        if learned:
+            self.register_buffer("diagonal", torch.ones(num_components))
+            self.z = torch.ones(num_components).requires_grad_()
+
+    def forward(self) -> Mask:
+        mask = super().forward()
+        return mask if mask.z is not None else Mask(self.kept)

@@ -1,0 +1,105 @@
+"""Automated gradual pruning: gates set by magnitude, on a schedule.
+
+Paper: the baselines AGP (one gate per weight) and FLOP-AGP (a learned diagonal between P and Q, with l1).
+As in the released code, every matrix loses the same fraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rankwise.core.budget import Account
+from rankwise.core.choice import uniform_counts
+from rankwise.core.control import Controller
+from rankwise.core.gates import MagnitudeGate
+from rankwise.core.matrices import GatedMatrix
+from rankwise.core.optim import AdamState
+from rankwise.core.schedules import cubic
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradualPruning:
+    """Settings of gradual magnitude pruning."""
+
+    anneal_steps: int
+    """m: the target is reached after this many steps, on a cubic schedule."""
+    mask_every: int = 100
+    """Steps between two choices of the mask while the target moves."""
+    diagonal_lr: float = 1e-3
+    """Adam's learning rate of the learned diagonal."""
+    l1: float = 0.0
+    """Weight of the l1 norm of the learned diagonal, while the target moves."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("anneal_steps", 0), ("mask_every", 1), ("diagonal_lr", 0), ("l1", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, but is {getattr(self, name)} instead.")
+
+
+class MagnitudeController(Controller):
+    """Closes the components of smallest magnitude, a few more every `mask_every` steps."""
+
+    moments: Tensor
+
+    def __init__(
+        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, settings: GradualPruning, *, rank_multiple: int = 1
+    ) -> None:
+        progress = partial(cubic, num_steps=settings.anneal_steps)
+        super().__init__(matrices, account, limit, progress, rank_multiple=rank_multiple)
+        self.settings = settings
+        learned = sum(gate.num_components for gate in self.gates if gate.learned)
+        self.register_buffer("moments", AdamState.zeros(learned))
+
+    @property
+    def gates(self) -> list[MagnitudeGate]:  # type: ignore[override]
+        return [matrix.gate for matrix in self.matrices]  # type: ignore[misc]
+
+    def expected_size(self) -> float:
+        return self.account.size([int(gate.kept.sum()) for gate in self.gates])
+
+    def counts(self, limit: int) -> list[int]:
+        return uniform_counts(self.account.curves, limit - self.account.fixed, self.rank_multiple)
+
+    def order(self, i: int) -> Tensor:
+        return self._magnitudes(i).argsort(descending=True)
+
+    def values(self, i: int) -> Tensor | None:
+        gate = self.gates[i]
+        return gate.diagonal if gate.learned else None
+
+    def draw(self) -> None:
+        if self._moves():
+            for i, kept in enumerate(self.choose(self.target())):
+                self.gates[i].kept.fill_(False)[kept] = True
+        if self.moments.shape[1]:
+            self.fill(torch.cat([gate.diagonal * gate.kept for gate in self.gates]))
+
+    def update(self, grad_scale: float) -> None:
+        if not self.moments.shape[1]:
+            return
+        kept = torch.cat([gate.kept for gate in self.gates])
+        diagonal = torch.cat([gate.diagonal for gate in self.gates])
+        grad = self.gradient(grad_scale) * kept
+        if self.step < self.settings.anneal_steps:
+            grad += self.settings.l1 * diagonal.sign()
+        diagonal -= self.settings.diagonal_lr * AdamState.direction(self.moments, grad, self.step + 1)
+        sizes = [gate.num_components for gate in self.gates]
+        torch._foreach_copy_([gate.diagonal for gate in self.gates], list(diagonal.split(sizes)))
+
+    def _moves(self) -> bool:
+        """Whether the mask is chosen anew at this step: now and then along the ramp, and at its end."""
+        end = self.settings.anneal_steps
+        return self.step == end or (0 < self.step < end and self.step % self.settings.mask_every == 0)
+
+    def _magnitudes(self, i: int) -> Tensor:
+        """What the components weigh, closed ones after all open ones: theirs are no longer trained."""
+        gate, magnitudes = self.gates[i], self.matrices[i].magnitudes()
+        if gate.learned:
+            magnitudes = magnitudes * gate.diagonal.abs()
+        magnitudes = torch.nan_to_num(magnitudes, nan=0.0, posinf=torch.finfo(magnitudes.dtype).max / 4)
+        return torch.where(gate.kept, magnitudes, magnitudes - magnitudes.max() - 1)

@@ -1,0 +1,214 @@
+"""Weight matrices written as a sum of gated components, W = sum_k z_k (p_k q_k).
+
+Paper: section 4.1 "Structured Pruning using Factorization". A matrix says how its components act; what opens and
+closes them is the gate it is given. Layers (`rankwise.core.layers`) say what the matrix is used for.
+
+Shapes: O = outputs (or words), I = inputs (or embedding width), R = components, B = any batch dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rankwise.core.budget import CostCurve
+from rankwise.core.exports import DenseExport, Export, LowRankExport, SelectedExport
+from rankwise.core.gates import Gate
+
+
+class GatedMatrix(nn.Module, ABC):
+    """A matrix W of shape O x I whose components stand behind one gate."""
+
+    gate: Gate
+    shape: tuple[int, int]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @abstractmethod
+    def curve(self) -> CostCurve:
+        """What exporting k components costs."""
+
+    @abstractmethod
+    def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias."""
+
+    @abstractmethod
+    def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
+        """The rows of W named by `index`: W as a table of embeddings."""
+
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """W itself, as the gate stands: the plain truth that `linear` and `rows` must agree with."""
+
+    @abstractmethod
+    def magnitudes(self) -> Tensor:
+        """The Frobenius norm of each component, R values."""
+
+    @abstractmethod
+    def export(self, kept: Tensor, z: Tensor | None) -> Export:
+        """The matrix with only the components `kept`, each times its `z`."""
+
+    def extra_repr(self) -> str:
+        return f"{self.out_features} x {self.in_features}"
+
+
+class FactorizedMatrix(GatedMatrix):
+    """W = P diag(z) Q: component k is the rank-1 matrix p_k q_k.  Paper: section 4.1."""
+
+    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate) -> None:
+        super().__init__()
+        assert p_OR.shape[1] == q_RI.shape[0] == gate.num_components
+        self.shape = (p_OR.shape[0], q_RI.shape[1])
+        self.p = p_OR
+        self.q = q_RI
+        self.gate = gate
+
+    def curve(self) -> CostCurve:
+        return factorized_curve(self.shape, self.gate.num_components)
+
+    def _open(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """P, Q and z of the components that take part in this step."""
+        z, active = self.gate()
+        if active is None:
+            return self.p, self.q, z
+        p, q = self.p.index_select(1, active), self.q.index_select(0, active)
+        return p, q, None if z is None else z.index_select(0, active)
+
+    def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
+        p_OR, q_RI, z_R = self._open()
+        return F.linear(_scale(F.linear(x_BI, q_RI), z_R), p_OR, bias_O)
+
+    def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
+        z_R, active = self.gate()
+        q_RI = self.q
+        h_BR = F.embedding(index_B, self.p, padding_idx)
+        if active is not None:
+            h_BR, q_RI = h_BR.index_select(-1, active), q_RI.index_select(0, active)
+            z_R = None if z_R is None else z_R.index_select(0, active)
+        return _scale(h_BR, z_R) @ q_RI
+
+    def weight(self) -> Tensor:
+        z_R, _ = self.gate()
+        return _scale(self.p, z_R) @ self.q
+
+    def magnitudes(self) -> Tensor:
+        return self.p.detach().float().norm(dim=0) * self.q.detach().float().norm(dim=1)
+
+    def export(self, kept: Tensor, z: Tensor | None) -> Export:
+        p, q = self.p.detach().index_select(1, kept), self.q.detach().index_select(0, kept)
+        if z is not None:
+            q = (q * z.index_select(0, kept).unsqueeze(1)).to(q.dtype)
+        out_features, in_features = self.shape
+        if len(kept) * (out_features + in_features) < out_features * in_features:
+            return LowRankExport(_like(p, self.p), _like(q, self.q))
+        precise = torch.promote_types(p.dtype, torch.float32)
+        return DenseExport(_like((p.to(precise) @ q.to(precise)).to(p.dtype), self.p))
+
+
+class InputGatedMatrix(GatedMatrix):
+    """W diag(z): component k is the k-th column, so whole input features are pruned (NP).
+
+    The special case P = W, Q = I of a factorized matrix.  Paper: footnote of section 4.1.
+    """
+
+    def __init__(self, weight_OI: nn.Parameter, gate: Gate) -> None:
+        super().__init__()
+        assert weight_OI.shape[1] == gate.num_components
+        self.shape = (weight_OI.shape[0], weight_OI.shape[1])
+        self.w = weight_OI
+        self.gate = gate
+
+    def curve(self) -> CostCurve:
+        return input_gated_curve(self.shape)
+
+    def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
+        z_I, active = self.gate()
+        w_OI = self.w
+        if active is not None:
+            x_BI, w_OI = x_BI.index_select(-1, active), w_OI.index_select(1, active)
+            z_I = None if z_I is None else z_I.index_select(0, active)
+        return F.linear(_scale(x_BI, z_I), w_OI, bias_O)
+
+    def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
+        raise NotImplementedError("an embedding has no input features to prune")
+
+    def weight(self) -> Tensor:
+        return _scale(self.w, self.gate().z)
+
+    def magnitudes(self) -> Tensor:
+        return self.w.detach().float().norm(dim=0)
+
+    def export(self, kept: Tensor, z: Tensor | None) -> Export:
+        w = self.w.detach()
+        w = w if z is None else (w * z).to(w.dtype)
+        if len(kept) == self.in_features:
+            return DenseExport(_like(w, self.w))
+        mask = torch.zeros(self.in_features, dtype=torch.bool, device=w.device).index_fill(0, kept, True)
+        return SelectedExport(_like(w[:, mask], self.w), mask)
+
+
+class MaskedMatrix(GatedMatrix):
+    """W * z: every weight is a component of its own (unstructured AGP). Its shape never shrinks."""
+
+    def __init__(self, weight_OI: nn.Parameter, gate: Gate) -> None:
+        super().__init__()
+        assert weight_OI.numel() == gate.num_components
+        self.shape = (weight_OI.shape[0], weight_OI.shape[1])
+        self.w = weight_OI
+        self.gate = gate
+
+    def curve(self) -> CostCurve:
+        return masked_curve(self.shape)
+
+    def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x_BI, self.weight(), bias_O)
+
+    def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
+        return F.embedding(index_B, self.weight(), padding_idx)
+
+    def weight(self) -> Tensor:
+        z = self.gate().z
+        return self.w if z is None else _scale(self.w, z.view(self.shape))
+
+    def magnitudes(self) -> Tensor:
+        return self.w.detach().float().abs().flatten()
+
+    def export(self, kept: Tensor, z: Tensor | None) -> Export:
+        w = self.w.detach()
+        mask = torch.zeros(w.numel(), dtype=torch.bool, device=w.device).index_fill(0, kept, True).view(self.shape)
+        w = w if z is None else (w * z.view(self.shape)).to(w.dtype)
+        return DenseExport(_like(torch.where(mask, w, 0), self.w))
+
+
+def factorized_curve(shape: tuple[int, int], rank: int) -> CostCurve:
+    """A rank-1 component costs O + I; a matrix is exported dense where that is smaller."""
+    return CostCurve(rank, sum(shape), shape[0] * shape[1])
+
+
+def input_gated_curve(shape: tuple[int, int]) -> CostCurve:
+    """An input feature costs a column of O weights."""
+    return CostCurve(shape[1], shape[0], shape[0] * shape[1])
+
+
+def masked_curve(shape: tuple[int, int]) -> CostCurve:
+    """A component is one non-zero weight."""
+    return CostCurve(shape[0] * shape[1], 1, shape[0] * shape[1])
+
+
+def _scale(x: Tensor, z: Tensor | None) -> Tensor:
+    return x if z is None else x * z.to(x.dtype)
+
+
+def _like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the compact model, trainable as the gated one was."""
+    return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+

@@ -1,0 +1,171 @@
+"""Plans: which matrices of a model are pruned, where each is used, and what is left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import PlanError
+from rankwise.modules import LowRankHead
+
+UseKind = Literal["linear", "conv1d", "embedding", "linear-pair", "embedding-pair", "low-rank-head"]
+"""`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair is an `nn.Sequential` of two
+layers that already is a factorization: (`Linear` without bias, `Linear`) or (`Embedding`, `Linear` without bias).
+"""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that uses a planned matrix."""
+
+    name: str
+    """Dotted name in the model; empty for the model itself."""
+    kind: UseKind
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.kind in ("embedding", "embedding-pair")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One matrix of a model and every module that uses it: tied layers are one site."""
+
+    uses: tuple[Use, ...]
+    shape: tuple[int, int]
+    """Outputs x inputs; words x width for an embedding."""
+    pair_rank: int | None = None
+    """Rank of the low-rank pair that the model holds instead of a plain matrix."""
+
+    @property
+    def name(self) -> str:
+        return self.uses[0].name
+
+    @property
+    def params(self) -> int:
+        """Parameters before pruning."""
+        out_features, in_features = self.shape
+        return out_features * in_features if self.pair_rank is None else self.pair_rank * (out_features + in_features)
+
+    @property
+    def has_embedding(self) -> bool:
+        return any(use.is_embedding for use in self.uses)
+
+    def __str__(self) -> str:
+        return " = ".join(use.name or "(model)" for use in self.uses)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A module with weights that the plan does not touch."""
+
+    name: str
+    params: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which matrices are pruned, and what is left out and why."""
+
+    sites: tuple[Site, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def params(self) -> int:
+        """Parameters in planned matrices."""
+        return sum(site.params for site in self.sites)
+
+    def only(self, sites: Sequence[Site], left_out: Sequence[LeftOut]) -> Plan:
+        """This plan with fewer sites."""
+        return Plan(tuple(sites), (*self.left_out, *left_out))
+
+
+@dataclass(frozen=True)
+class Source:
+    """The parameters of a site as the model holds them: one matrix, or the two of a pair."""
+
+    weight_OI: Tensor | None
+    p_OR: nn.Parameter | None = None
+    q_RI: nn.Parameter | None = None
+    requires_grad: bool = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight_OI, self.p_OR, self.q_RI) if t is not None]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (self.weight_OI, self.weight_OI) if self.weight_OI is not None else (self.p_OR, self.q_RI)
+        assert rows is not None and columns is not None
+        return rows.shape[0], columns.shape[1]
+
+
+def source(model: nn.Module, site: Site) -> Source:
+    """Read the parameters of `site` from `model`."""
+    use = site.uses[0]
+    module = get_module(model, use)
+    if use.kind == "linear-pair":
+        first, second = pair(module)
+        return Source(None, second.weight, first.weight, first.weight.requires_grad)
+    if use.kind == "embedding-pair":
+        words, projection = pair(module)
+        q_RI = nn.Parameter(projection.weight.detach().t().contiguous(), projection.weight.requires_grad)
+        return Source(None, words.weight, q_RI, words.weight.requires_grad)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return Source(weight.t() if use.kind == "conv1d" else weight, requires_grad=weight.requires_grad)
+
+
+def get_module(model: nn.Module, use: Use) -> nn.Module:
+    """The module of `model` that `use` names."""
+    try:
+        return model.get_submodule(use.name)
+    except AttributeError:
+        raise PlanError(
+            f"The plan names a module {use.name!r}, but the model has none of that name. Make the plan from this model."
+        ) from None
+
+
+def pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
+    """The two layers of a low-rank pair."""
+    assert isinstance(module, nn.Sequential) and len(module) == 2
+    first, second = module
+    assert isinstance(first, nn.Linear | nn.Embedding) and isinstance(second, nn.Linear)
+    return first, second
+
+
+def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
+    """The bias that is added after the matrix, if any."""
+    if use.kind == "linear-pair":
+        return pair(module)[1].bias
+    assert isinstance(module, nn.Linear | LowRankHead) or use.kind == "conv1d"
+    bias = module.bias
+    assert bias is None or isinstance(bias, nn.Parameter)
+    return bias
+
+
+def check(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that does not fit the model, or weights that cannot be factorized; changes nothing."""
+    if not plan.sites:
+        reasons = "".join(f"\n  {item.name}: {item.reason}" for item in plan.left_out[:8])
+        raise PlanError(
+            "The plan must hold at least one matrix, but matches no module of the model. Widen `include`, or narrow "
+            f"`exclude`.{' Left out:' + reasons if reasons else ''}"
+        )
+    for site in plan.sites:
+        found = source(model, site)
+        shape = found.shape
+        if shape != site.shape:
+            raise PlanError(f"{site}: the plan says {site.shape}, but the model has {shape}. Make the plan from this model.")
+        for tensor in found.tensors:
+            if tensor.is_meta:
+                raise PlanError(f"{site}: weights must hold data, but are on the meta device. Load the model first.")
+            if not tensor.is_floating_point():
+                raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
+            if not torch.isfinite(tensor).all():
+                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude this module.")

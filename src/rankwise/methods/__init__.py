@@ -1,0 +1,44 @@
+"""The methods by name: the paper's six, and one-shot SVD."""
+
+from __future__ import annotations
+
+import dataclasses
+from difflib import get_close_matches
+
+from rankwise.errors import RankwiseError
+from rankwise.methods.agp import Agp
+from rankwise.methods.base import Method
+from rankwise.methods.dense import Dense
+from rankwise.methods.fac import Fac
+from rankwise.methods.flop_agp import FlopAgp
+from rankwise.methods.flop_l0 import FlopL0
+from rankwise.methods.np_l0 import NpL0
+from rankwise.methods.svd import Svd
+
+METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, FlopAgp, FlopL0, Svd)}
+
+
+def make_method(name: str, **settings: object) -> Method:
+    """The method of that name with these settings."""
+    if name not in METHODS:
+        raise RankwiseError(f"`method` must be one of {', '.join(METHODS)}, but is {name!r} instead.{_nearest(name, METHODS)}")
+    cls = METHODS[name]
+    known = {field.name for field in dataclasses.fields(cls)}
+    for setting in settings:
+        if setting not in known:
+            raise TypeError(
+                f"{name} has no setting `{setting}`.{_nearest(setting, known)} It takes: {', '.join(sorted(known)) or 'none'}."
+            )
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in settings and _required(f)]
+    if missing:
+        raise TypeError(f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, method={name!r}, {missing[0]}=1000).")
+    return cls(**settings)
+
+
+def _required(field: dataclasses.Field[object]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _nearest(word: str, known: object) -> str:
+    found = get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
+    return f" Did you mean {found[0]!r}?" if found else ""

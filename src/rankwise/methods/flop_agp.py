@@ -1,0 +1,13 @@
+"""FLOP-AGP: rank-1 components, pruned gradually by the magnitude of a learned diagonal.  Paper: section 5 "Baselines"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rankwise.methods.gatings import MagnitudeGates
+from rankwise.methods.representations import Factorized
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopAgp(Factorized, MagnitudeGates):
+    name = "flop-agp"

@@ -1,0 +1,81 @@
+"""How a method cuts a matrix into components: rank-1 matrices, input features, or single weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rankwise.core.budget import CostCurve
+from rankwise.core.factorize import same_size_rank
+from rankwise.core.gates import Gate
+from rankwise.core.matrices import (
+    FactorizedMatrix,
+    GatedMatrix,
+    InputGatedMatrix,
+    MaskedMatrix,
+    factorized_curve,
+    input_gated_curve,
+    masked_curve,
+)
+from rankwise.core.plan import Site, Source
+from rankwise.methods.base import Factorize, Method, factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factorized(Method):
+    """Rank-1 components p_k q_k of W = P Q.  Paper: section 4.1."""
+
+    def curve(self, site: Site, *, trained: bool) -> CostCurve:
+        rank = site.pair_rank
+        if rank is None:
+            rank = min(site.shape) if trained else same_size_rank(site.shape)
+        return factorized_curve(site.shape, rank)
+
+    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+        p, q = factors(site, source, gate.num_components, factorize)
+        return FactorizedMatrix(p, q, gate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFeatures(Method):
+    """Input features: the columns of W. In a low-rank pair, the features between its two layers."""
+
+    def refuses(self, site: Site) -> str | None:
+        return "an embedding has no input features to prune" if site.has_embedding and site.pair_rank is None else None
+
+    def curve(self, site: Site, *, trained: bool) -> CostCurve:
+        return input_gated_curve(site.shape) if site.pair_rank is None else factorized_curve(site.shape, site.pair_rank)
+
+    def overhead_bytes(self, site: Site) -> int:
+        # the mask of `SelectedLinear`
+        return site.shape[1] * len(site.uses) if site.pair_rank is None else 0
+
+    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+        if site.pair_rank is None:
+            return InputGatedMatrix(_parameter(source), gate)
+        p, q = factors(site, source, gate.num_components, factorize)
+        return FactorizedMatrix(p, q, gate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleWeights(Method):
+    """Every weight for itself: unstructured."""
+
+    counts_nonzeros = True
+    splits_pairs = True
+
+    def curve(self, site: Site, *, trained: bool) -> CostCurve:
+        return masked_curve(site.shape)
+
+    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+        return MaskedMatrix(_parameter(source), gate)
+
+
+def _parameter(source: Source) -> nn.Parameter:
+    """The weight as an outputs x inputs parameter: the model's own where it is stored so."""
+    weight = source.weight_OI
+    assert isinstance(weight, Tensor)
+    if isinstance(weight, nn.Parameter):
+        return weight
+    return nn.Parameter(weight.detach().contiguous(), source.requires_grad)

@@ -1,0 +1,58 @@
+"""One-shot SVD: components ranked by what dropping them costs, with no training at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.core.budget import Account
+from rankwise.core.choice import ranked_counts
+from rankwise.core.control import Controller, FixedController
+from rankwise.core.gates import Gate
+from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
+from rankwise.core.plan import Site, Source
+from rankwise.methods.base import Factorize, dense_weight
+from rankwise.methods.representations import Factorized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Svd(Factorized):
+    name = "svd"
+
+    def gate(self, num_components: int, *, trained: bool) -> Gate:
+        return ScoredGate(num_components)
+
+    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+        assert isinstance(gate, ScoredGate)
+        made = factorize(site, dense_weight(source), gate.num_components)
+        # the share of the layer's output that a component carries, per parameter it costs
+        share = made.energy_R / made.energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        gate.scores.copy_(share / sum(site.shape))
+        p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
+        return FactorizedMatrix(p, q, gate)
+
+    def controller(
+        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
+    ) -> Controller:
+        return ScoredController(matrices, account, limit, rank_multiple=rank_multiple)
+
+
+class ScoredGate(Gate):
+    """An open gate that remembers what each component is worth, in descending order."""
+
+    scores: Tensor
+
+    def __init__(self, num_components: int) -> None:
+        super().__init__(num_components)
+        self.register_buffer("scores", torch.zeros(num_components, dtype=torch.float64))
+
+
+class ScoredController(FixedController):
+    """Keeps the components that are worth most per parameter."""
+
+    def counts(self, limit: int) -> list[int]:
+        scores = [gate.scores for gate in self.gates if isinstance(gate, ScoredGate)]
+        return ranked_counts(scores, self.account.curves, limit - self.account.fixed, self.rank_multiple)

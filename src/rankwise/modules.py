@@ -1,0 +1,81 @@
+"""The plain modules a compact model may hold beside PyTorch's own.
+
+They know nothing of gates: each is an ordinary layer for which `torch.nn` has no name.
+
+Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, N = words, D = width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LowRankHead(nn.Module):
+    """Output layer tied to a low-rank embedding: logits = (h projection) embedding^T + bias.
+
+    `embedding` (N x K) and `projection` (K -> D) are the very modules of the input side, so their
+    weights are stored and counted once.
+    """
+
+    def __init__(self, embedding: nn.Embedding, projection: nn.Linear, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.projection = projection
+        self.bias = bias
+
+    def forward(self, h_BD: Tensor) -> Tensor:
+        h_BK = F.linear(h_BD, self.projection.weight.t())
+        return F.linear(h_BK, self.embedding.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"bias={self.bias is not None}"
+
+
+class SelectedLinear(nn.Module):
+    """Linear layer that reads only some of its inputs: y = W x[kept] + bias."""
+
+    kept: Tensor
+    """Which of the I inputs are read, as a mask: one byte an input, whatever their number."""
+
+    def __init__(self, weight_OK: nn.Parameter, kept_I: Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        assert weight_OK.shape[1] == int(kept_I.sum())
+        self.weight = weight_OK
+        self.bias = bias
+        self.register_buffer("kept", kept_I)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return F.linear(x_BI.index_select(-1, self._index()), self.weight, self.bias)
+
+    def _index(self) -> Tensor:
+        # cached per storage: a mask that is loaded or moved makes a new index
+        key = (self.kept.data_ptr(), self.kept._version, self.kept.device)
+        cached: tuple[object, Tensor] | None = self.__dict__.get("_cached_index")
+        if cached is None or cached[0] != key:
+            cached = (key, self.kept.nonzero().flatten())
+            self.__dict__["_cached_index"] = cached
+        return cached[1]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.kept.numel()}, kept={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+def linear(weight_OI: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """An `nn.Linear` around given parameters, without drawing random ones first."""
+    out_features, in_features = weight_OI.shape
+    with torch.device("meta"):
+        module = nn.Linear(max(in_features, 1), max(out_features, 1), bias=bias is not None)
+    module.in_features, module.out_features = in_features, out_features
+    module.weight = weight_OI
+    module.bias = bias  # type: ignore[assignment]  # the stub forgets that bias may be None
+    return module
+
+
+def embedding(weight_ND: nn.Parameter, padding_idx: int | None) -> nn.Embedding:
+    """An `nn.Embedding` around a given parameter."""
+    num_words, width = weight_ND.shape
+    module = nn.Embedding(num_words, width, padding_idx, _weight=weight_ND.detach())
+    module.weight = weight_ND
+    return module

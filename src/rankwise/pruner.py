@@ -1,0 +1,210 @@
+"""The pruner: the one object a training loop meets.
+
+    pruner = Pruner(model, Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
+    ...
+    loss.backward(); optimizer.step(); pruner.step(); optimizer.zero_grad()
+    ...
+    small = pruner.compact()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.adapters.generic import find_plan, split_pairs
+from rankwise.core import factorize
+from rankwise.core.budget import Account, Budget, SizeReport, count
+from rankwise.core.calibrate import second_moments
+from rankwise.core.compact import compact
+from rankwise.core.control import Controller
+from rankwise.core.plan import LeftOut, Plan, Site, check, source
+from rankwise.core.surgery import install
+from rankwise.errors import BudgetError, PlanError, RankwiseError
+from rankwise.methods import Method, make_method
+
+Init = Literal["svd", "whitened", "random"]
+
+
+class Pruner:
+    """Gates `model` in place and moves its gates towards `budget` as it trains.
+
+    Args:
+        model: any module; its planned layers become gated ones. Build the optimizer after this.
+        budget: the size of the exported model.
+        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac" or "dense" (`rankwise.methods`), or a method object.
+        plan: which matrices are pruned; by default every linear layer and embedding that can be gated safely.
+        init: how a plain matrix is factorized: "svd" and "whitened" keep what the model computes, "random" starts
+            afresh with the variance of the matrix. A low-rank pair that the model holds is gated as it stands.
+        calibration: with init="whitened", batches of input for `model`.
+        rank_multiple: keep ranks at multiples of this number, for hardware.
+        seed: of the gates' noise, and of random factors.
+        settings: the method's own, such as `anneal_steps` or `gate_lr`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        method: str | Method = "flop-l0",
+        plan: Plan | None = None,
+        init: Init = "svd",
+        *,
+        calibration: Iterable[Any] | None = None,
+        rank_multiple: int = 1,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        _check_arguments(model, budget, init, calibration, rank_multiple)
+        self.model = model
+        self.budget = budget
+        self.rank_multiple = rank_multiple
+        if isinstance(method, Method) and settings:
+            raise TypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
+        self.method = method if isinstance(method, Method) else make_method(method, **settings)
+        self.plan = _planned(model, plan, self.method)
+        trained = init != "random"
+
+        account = account_of(model, self.plan, self.method, budget, trained=trained)
+        self.limit = budget.resolve(account)
+        self.account = self.method.allot(account, self.limit, rank_multiple)
+        factors = _factorizer(init, model, self.plan, calibration, seed)
+        matrices = []
+        for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
+            found = source(model, site)
+            gate = self.method.gate(curve.num_components, trained=trained).to(found.tensors[0].device)
+            matrices.append(self.method.represent(site, found, gate, factors))
+            install(model, site, matrices[-1])
+            del found
+        self.controller: Controller = self.method.controller(
+            matrices, self.account, self.limit, seed=seed, rank_multiple=rank_multiple
+        )
+        for matrix in matrices:
+            matrix.gate.attend(self.controller)
+        if matrices:
+            # the first gate carries the controller, so that the model's state_dict holds its state
+            matrices[0].gate.register_module("controller", self.controller)
+            self.controller.to(next(matrices[0].parameters()).device)
+
+    def step(self, grad_scale: float = 1.0) -> None:
+        """After `optimizer.step()`: move the gates, the multipliers and the target, and draw the next mask.
+
+        With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`.
+        """
+        self.controller.advance(grad_scale)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far."""
+        return self.controller.step
+
+    def weight_parameters(self) -> Iterator[nn.Parameter]:
+        """What the optimizer trains: every parameter of the model. Gates are not among them."""
+        return self.model.parameters()
+
+    def size(self) -> SizeReport:
+        """Dense, budget, expected and exported size."""
+        return SizeReport(
+            dense=self.account.dense,
+            budget=self.limit,
+            expected=self.controller.expected_size(),
+            exported=self.account.size(self.controller.counts(self.limit)),
+            prunable=self.account.prunable,
+            nonzeros=self.method.counts_nonzeros,
+        )
+
+    def ranks(self, budget: Budget | None = None) -> dict[str, int]:
+        """Components that an export would keep now, by the name of the matrix."""
+        counts = self.controller.counts(self._limit(budget))
+        return {site.name: k for site, k in zip(self.plan.sites, counts, strict=True)}
+
+    def compact(self, budget: Budget | None = None) -> nn.Module:
+        """A new, ordinary model of the size asked for; `model` stays as it is.
+
+        Another `budget` gives another size of the same run.
+        """
+        if self.controller.learns and not self.steps:
+            raise RankwiseError(
+                "`compact()` needs gates that have learned something, but no `pruner.step()` was taken. "
+                "Train first, or use `rankwise.compress` to prune without training."
+            )
+        limit = self._limit(budget)
+        small = compact(self.model, self.controller, limit)
+        size = self.account.dense if self.method.counts_nonzeros else self.account.size(self.controller.counts(limit))
+        assert count(small) == size
+        dtype = (budget or self.budget).dtype
+        return small if dtype is None else small.to(dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs: the gated model with its gates, multipliers and step."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`; the pruner must have been made with the same arguments."""
+        self.model.load_state_dict(state)
+
+    def _limit(self, budget: Budget | None) -> int:
+        return self.limit if budget is None else budget.resolve(self.account)
+
+
+def account_of(model: nn.Module, plan: Plan, method: Method, budget: Budget, *, trained: bool) -> Account:
+    """The books of a model under a plan."""
+    itemsize, dtypes = 4, {p.dtype for p in model.parameters()}
+    if budget.megabytes is not None:
+        if budget.dtype is None and len({dtype.itemsize for dtype in dtypes}) > 1:
+            raise BudgetError(
+                "`megabytes` needs one export dtype, but the model's parameters are of "
+                f"{', '.join(sorted(map(str, dtypes)))}. Pass `dtype`, as in Budget(megabytes=16, dtype=torch.float16)."
+            )
+        itemsize = (budget.dtype or next(iter(dtypes))).itemsize
+    saved = {name for name in model.state_dict()}
+    buffers = sum(_saved_bytes(b, budget) for name, b in model.named_buffers() if name in saved)
+    overhead = sum(method.overhead_bytes(site) for site in plan.sites)
+    curves = tuple(method.curve(site, trained=trained) for site in plan.sites)
+    return Account(count(model), plan.params, curves, itemsize, buffers + overhead)
+
+
+def _saved_bytes(buffer: Tensor, budget: Budget) -> int:
+    dtype = budget.dtype if budget.dtype is not None and buffer.is_floating_point() else buffer.dtype
+    return buffer.numel() * dtype.itemsize
+
+
+def _planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
+    """The plan with what the method refuses left out; refuses a plan that leaves nothing."""
+    plan = find_plan(model) if plan is None else plan
+    if method.splits_pairs:
+        plan = split_pairs(plan)
+    reasons = {site: reason for site in plan.sites if (reason := method.refuses(site)) is not None}
+    kept = [site for site in plan.sites if site not in reasons]
+    left_out = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
+    taken = Plan(tuple(kept), (*plan.left_out, *left_out))
+    if method.prunes:
+        check(model, taken)
+    return taken
+
+
+def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int) -> Any:
+    """How a plain matrix becomes factors."""
+    if init == "random":
+        generator = torch.Generator().manual_seed(seed)
+        return lambda site, weight, rank: factorize.random(weight, rank, generator)
+    moments = second_moments(model, plan, calibration) if calibration is not None else {}
+    return lambda site, weight, rank: factorize.svd(weight, rank, moments.get(site.name))
+
+
+def _check_arguments(
+    model: nn.Module, budget: Budget, init: Init, calibration: Iterable[Any] | None, rank_multiple: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+    if not isinstance(budget, Budget):
+        raise TypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
+    if init not in ("svd", "whitened", "random"):
+        raise ValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
+    if (init == "whitened") != (calibration is not None):
+        raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
+    if rank_multiple < 1:
+        raise ValueError(f"`rank_multiple` must be at least 1, but is {rank_multiple} instead.")

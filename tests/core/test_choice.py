@@ -1,0 +1,82 @@
+"""The global choice of components: it fits, it is full, and it takes the best first."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.core.budget import CostCurve
+from rankwise.core.choice import ranked_counts, uniform_counts
+
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+multiples = st.sampled_from([1, 1, 2, 3])
+
+
+def curves_of(shapes: list[tuple[int, int]]) -> list[CostCurve]:
+    return [CostCurve(min(shape), sum(shape), shape[0] * shape[1]) for shape in shapes]
+
+
+def cost(curves: list[CostCurve], counts: list[int]) -> int:
+    return sum(curve(k) for curve, k in zip(curves, counts, strict=True))
+
+
+def assert_full(curves: list[CostCurve], counts: list[int], room: int, multiple: int) -> None:
+    """Nothing that is left would still fit."""
+    spent = cost(curves, counts)
+    assert spent <= room
+    for curve, k in zip(curves, counts, strict=True):
+        if k < curve.num_components:
+            after = min(k + multiple, curve.num_components)
+            assert spent + curve(after) - curve(k) > room
+
+
+@given(shapes, st.integers(0, 300), multiples, st.integers(0, 10**6))
+def test_ranked_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int, seed: int) -> None:
+    curves = curves_of(shapes)
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(curve.num_components, generator=generator) for curve in curves]
+    assert_full(curves, ranked_counts(scores, curves, room, multiple), room, multiple)
+
+
+@given(shapes, st.integers(0, 300), multiples)
+def test_uniform_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int) -> None:
+    curves = curves_of(shapes)
+    assert_full(curves, uniform_counts(curves, room, multiple), room, multiple)
+
+
+@given(shapes, st.integers(0, 300), st.integers(0, 10**6))
+def test_ranked_choice_is_the_greedy_one(shapes: list[tuple[int, int]], room: int, seed: int) -> None:
+    """The oracle: walk down the ranking one component at a time, take what fits."""
+    curves = curves_of(shapes)
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(curve.num_components, generator=generator) for curve in curves]
+    ranking = sorted(((float(s), i) for i, score in enumerate(scores) for s in score), reverse=True)
+    counts = [0] * len(curves)
+    for _, i in ranking:
+        step = curves[i](counts[i] + 1) - curves[i](counts[i])
+        if cost(curves, counts) + step <= room:
+            counts[i] += 1
+    assert ranked_counts(scores, curves, room) == counts
+
+
+@given(shapes, st.integers(0, 300))
+def test_scores_that_are_not_numbers_come_last(shapes: list[tuple[int, int]], room: int) -> None:
+    curves = curves_of(shapes)
+    scores = [torch.full((curve.num_components,), float("nan")) for curve in curves]
+    assert_full(curves, ranked_counts(scores, curves, room), room, 1)
+
+
+def test_equal_matrices_share_equally() -> None:
+    curves = [CostCurve(10, 1, 10)] * 4
+    assert uniform_counts(curves, 20) == [5, 5, 5, 5]
+    assert sorted(uniform_counts(curves, 22)) == [5, 5, 6, 6]
+
+
+def test_an_export_may_keep_nothing() -> None:
+    curves = [CostCurve(3, 4, 12)]
+    assert ranked_counts([torch.ones(3)], curves, 3) == uniform_counts(curves, 3) == [0]
+
+
+def test_no_matrix_is_a_choice_too() -> None:
+    assert ranked_counts([], [], 10) == uniform_counts([], 10) == []

@@ -1,0 +1,88 @@
+"""Factorizations against `torch.linalg.svd` and the laws they are made for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.core.factorize import Moments, random, same_size_rank, svd
+
+SHAPES = [(6, 6), (9, 4), (4, 9), (1, 5), (5, 1)]
+
+
+def product(factors) -> torch.Tensor:
+    return factors.p_OR @ factors.q_RI
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_full_rank_svd_is_the_matrix(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
+    weight = torch.randn(shape, dtype=dtype)
+    assert (product(svd(weight)) - weight).norm() <= tolerance * weight.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_truncated_svd_has_the_least_error(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, dtype=torch.float64)
+    values = torch.linalg.svdvals(weight)
+    for rank in range(1, min(shape) + 1):
+        factors = svd(weight, rank)
+        torch.testing.assert_close((product(factors) - weight).norm(), values[rank:].norm(), atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(factors.energy_R, values[:rank] ** 2, atol=1e-9, rtol=1e-6)
+
+
+def test_the_singular_values_are_shared_out_between_the_factors() -> None:
+    factors = svd(torch.randn(8, 5, dtype=torch.float64))
+    torch.testing.assert_close(factors.p_OR.norm(dim=0), factors.q_RI.norm(dim=1))
+
+
+def test_a_matrix_of_low_rank_or_zeros_is_no_obstacle() -> None:
+    for weight in (torch.ones(5, 4), torch.zeros(5, 4)):
+        factors = svd(weight)
+        assert torch.isfinite(factors.p_OR).all()
+        torch.testing.assert_close(product(factors), weight, atol=1e-6, rtol=1e-5)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(6, 4), (4, 6), (5, 5)]), st.integers(1, 3))
+def test_whitened_svd_has_the_least_error_on_the_data(seed: int, shape: tuple[int, int], rank: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, dtype=torch.float64, generator=generator)
+    mix = torch.randn(shape[1], shape[1], dtype=torch.float64, generator=generator)
+    x = torch.randn(200, shape[1], dtype=torch.float64, generator=generator) @ mix
+    moment = x.t() @ x / len(x)
+    factors = svd(weight, rank, Moments(inputs_II=moment), damping=1e-9)
+    error = (x @ (product(factors) - weight).t()).square().mean(0).sum()
+    # the oracle: what remains of the outputs beyond their best subspace
+    least = torch.linalg.svdvals(weight @ torch.linalg.cholesky(moment))[rank:].square().sum()
+    torch.testing.assert_close(error, least, rtol=1e-4, atol=1e-6)
+
+
+def test_whitening_at_full_rank_is_the_matrix_even_on_degenerate_data() -> None:
+    for shape in SHAPES:
+        weight = torch.randn(shape)
+        x = torch.randn(3, shape[1], dtype=torch.float64)
+        factors = svd(weight, None, Moments(x.t() @ x, torch.rand(shape[0])))
+        assert (product(factors) - weight).norm() <= 1e-4 * weight.norm()
+
+
+def test_frequent_rows_are_kept_best() -> None:
+    weight = torch.randn(10, 6, dtype=torch.float64)
+    rows = torch.zeros(10)
+    rows[2] = 1.0
+    factors = svd(weight, 1, Moments(rows_O=rows), damping=1e-6)
+    torch.testing.assert_close(product(factors)[2], weight[2], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_random_factors_have_the_variance_of_the_matrix(scale: float) -> None:
+    weight = scale * torch.randn(300, 200)
+    factors = random(weight, 50, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(product(factors).std(), weight.std(), rtol=0.05, atol=0)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_the_starting_rank_keeps_the_size(rows: int, columns: int) -> None:
+    rank = same_size_rank((rows, columns))
+    assert rank == 1 or rank * (rows + columns) <= rows * columns < (rank + 1) * (rows + columns)
