@@ -75,7 +75,7 @@ class Pruner:
         matrices = []
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
             found = source(model, site)
-            gate = self.method.gate(curve.num_components, trained=trained).to(found.tensors[0].device)
+            gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
             matrices.append(self.method.represent(site, found, gate, factors))
             install(model, site, matrices[-1])
             del found

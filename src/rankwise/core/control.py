@@ -66,6 +66,11 @@ class Controller(State, ABC):
         start = self.account.dense
         return max(self.limit, round(start + (self.limit - start) * self.progress(self._step)))
 
+    @property
+    def frozen(self) -> bool:
+        """Whether masks no longer change."""
+        return False
+
     @abstractmethod
     def expected_size(self) -> float:
         """The expected size under the gates as they stand, in parameters of the whole model."""
@@ -95,13 +100,15 @@ class Controller(State, ABC):
         if not (grad_scale > 0):
             raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
         self.make_ready(evaluation=False)
+        was_frozen = self.frozen
         self.update(grad_scale)
         for gate in self.gates:
             if gate.z is not None:
                 gate.z.grad = None
         self._step += 1
         self.steps.fill_(self._step)
-        self._drawn = self._standing = False
+        if not was_frozen:
+            self._drawn = self._standing = False
         self.make_ready(evaluation=False)
 
     def choose(self, limit: int) -> list[Tensor]:
@@ -155,12 +162,12 @@ class Controller(State, ABC):
         """Hand a flat vector of z to the gates, with the indices of the open components where they are few."""
         sizes = [gate.num_components for gate in self.gates]
         leaves = [gate.z for gate in self.gates]
-        torch._foreach_copy_(leaves, list(z.split(sizes)))
+        torch._foreach_copy_(leaves, list(torch.split(z, sizes)))
         # the one synchronisation of a step
-        numbers = torch.stack([part.count_nonzero() for part in z.split(sizes)]).tolist()
+        numbers = torch.stack([part.count_nonzero() for part in torch.split(z, sizes)]).tolist()
         index = torch.nonzero_static(z, size=sum(numbers)).flatten()
         start = 0
-        for gate, size, number, part in zip(self.gates, sizes, numbers, index.split(numbers), strict=True):
+        for gate, size, number, part in zip(self.gates, sizes, numbers, torch.split(index, numbers), strict=True):
             gate.active = part - start if number <= FEW * size else None
             start += size
 
@@ -178,6 +185,10 @@ class FixedController(Controller):
     """Ranks are chosen beforehand, and the gates stand open: nothing is learned about them."""
 
     learns = False
+
+    @property
+    def frozen(self) -> bool:
+        return True
 
     def expected_size(self) -> float:
         return self.account.size(self.counts(self.limit))

@@ -45,7 +45,7 @@ def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
     out_features, in_features = weight_OI.shape
     mean_square = weight_OI.detach().double().square().mean().item()
     # Var((P Q)_oi) = R sigma^4 for entries of variance sigma^2
-    sigma = (mean_square / rank) ** 0.25
+    sigma = (mean_square / max(rank, 1)) ** 0.25
 
     def draw(*shape: int) -> Tensor:
         noise = torch.randn(*shape, generator=generator, dtype=torch.float32)
@@ -81,7 +81,7 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     energy, vectors = torch.linalg.eigh(gram)
     energy, vectors = energy.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
     # d = sqrt(singular value); a vanishing one must not divide by zero
-    d = energy.clamp(min=max(1e-14 * float(energy[0]), 1e-30)).pow(0.25)
+    d = energy.clamp(min=max(1e-14 * float(energy[:1].sum()), 1e-30)).pow(0.25)
     precise = torch.promote_types(weight.dtype, torch.float32)
     to_p = (vectors if right is None else right @ vectors) / d
     to_q = (vectors if right_inverse is None else right_inverse.t() @ vectors) * d

@@ -30,7 +30,7 @@ FEW = 0.8
 class HardConcrete:
     """The hard concrete distribution: a sigmoid of logistic noise, stretched and clamped to [0, 1]."""
 
-    temperature: float = 2 / 3
+    temperature: float = 1.0
     """beta; lower is closer to a binary gate."""
     stretch: float = 0.1
     """Samples live in (l, r) = (-stretch, 1 + stretch) before clamping."""
@@ -155,7 +155,7 @@ class HardConcreteGate(Gate):
     alpha: Tensor
 
     def __init__(
-        self, num_components: int, distribution: HardConcrete | None = None, *, open_probability: float = 0.999
+        self, num_components: int, distribution: HardConcrete | None = None, *, open_probability: float = 0.9999
     ) -> None:
         super().__init__(num_components)
         self.distribution = distribution or HardConcrete()

@@ -1,10 +1,18 @@
-"""The augmented Lagrangian: multipliers that hold the expected size at its target.
+"""The augmented Lagrangian: a penalty that drives the expected size to its target, then a commitment.
 
-Paper: section 4.3 and appendix "Optimization details".
+Paper: section 4.3 "Augmented Lagrangian Method" and appendix "Optimization details".
+
+Two recipes. "published" is the paper's: both multipliers climb by gradient ascent for as long as training lasts. It
+stalls: the gradient of the penalty at a gate carries sigmoid', which vanishes once the gate is surely open, while the
+multipliers climb only as fast as their learning rate lets them (docs/log.md has the comparison). In "committed", the
+default, the weight of the quadratic term rises a thousandfold along the ramp: weak at first, so that the loss sorts the
+gates, strong at the end, so that the size is met; alpha stays where sigmoid' is alive; and at the end of the ramp the
+export is chosen and the gates stay there. From then on exactly the model that will be exported is trained.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rankwise.core.budget import Account
+from rankwise.core.budget import Account, CostCurve
 from rankwise.core.choice import ranked_counts
 from rankwise.core.control import Controller
 from rankwise.core.gates import HardConcrete, HardConcreteGate
@@ -21,37 +29,104 @@ from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState
 from rankwise.core.schedules import linear
 
+OPEN_RANGE = (0.0067, 0.9994)
+"""P(z > 0) of a gate never leaves this range while it learns (committed recipe)."""
+QUADRATIC_RANGE = (10.0, 1e4)
+"""Weight of the quadratic term at the start and at the end of the ramp (committed recipe)."""
+TRAVEL = 50.0
+"""How far Adam can move an alpha along the ramp at the default learning rate."""
+LEAST_TRAVEL = 15.0
+"""Below this, gates cannot get from surely open to surely closed: a warning."""
+SOFT, MANY = (0.05, 0.95), 0.2
+"""A gate that is open with a probability in this range has not decided; more than this share of them is a warning."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lagrangian:
     """Settings of learned gates."""
 
     anneal_steps: int
-    """m: the target is reached after this many steps, at a linear rate."""
-    settle_steps: int | None = None
-    gate_lr: float = 3e-2
+    """m: the target is reached after this many steps, at a linear rate. A quarter to 40% of all steps is good: the
+    steps after the ramp train the model as it will be exported, and repair what pruning cost."""
+    gate_lr: float | None = None
+    """Adam's learning rate of alpha. Default: 50 / anneal_steps."""
     multiplier_lr: float = 1e-2
-    temperature: float = 2 / 3
+    """Adam's learning rate of the multipliers, which ascend."""
+    recipe: Literal["committed", "published"] = "committed"
+    open_probability: float = 0.9999
+    """P(z > 0) at the start: almost one, so that gating does not ruin trained weights."""
+    temperature: float = 1.0
+    """beta of the hard concrete distribution."""
     stretch: float = 0.1
-    open_probability: float | None = None
-    recipe: Literal["commit", "published"] = "commit"
+    """The distribution is stretched to (-stretch, 1 + stretch)."""
+
+    def __post_init__(self) -> None:
+        if self.anneal_steps < 1:
+            raise ValueError(f"`anneal_steps` must be at least 1, but is {self.anneal_steps} instead.")
+        for name in ("gate_lr", "multiplier_lr"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+        if self.recipe not in ("committed", "published"):
+            raise ValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
+        self.distribution.alpha(self.open_probability)
+        if self.alpha_lr * self.anneal_steps < LEAST_TRAVEL:
+            warnings.warn(
+                f"gates cannot decide: `gate_lr` ({self.alpha_lr:g}) times `anneal_steps` ({self.anneal_steps}) should be "
+                f"at least {LEAST_TRAVEL:g}. Raise one of them, or leave `gate_lr` out.",
+                stacklevel=4,
+            )
+
+    @property
+    def alpha_lr(self) -> float:
+        return TRAVEL / self.anneal_steps if self.gate_lr is None else self.gate_lr
 
     @property
     def distribution(self) -> HardConcrete:
         return HardConcrete(temperature=self.temperature, stretch=self.stretch)
 
-    def start(self, *, trained: bool) -> float:
-        if self.open_probability is not None:
-            return self.open_probability
-        return 0.999 if trained else 0.9
 
-    @property
-    def commit_step(self) -> int:
-        settle = self.anneal_steps // 2 if self.settle_steps is None else self.settle_steps
-        return self.anneal_steps + settle
+def penalty(gap: Tensor, lambda_1: Tensor | float, lambda_2: Tensor | float) -> Tensor:
+    """g = lambda_1 (s - t) + lambda_2 (s - t)^2.  Paper: section 4.3."""
+    return lambda_1 * gap + lambda_2 * gap**2
+
+
+class ExpectedSize:
+    """s(alpha) of all matrices together, as a function of the open probabilities of their components.
+
+    Per matrix the value is the cost of exporting the expected rank, never above dense; the gradient of a component is
+    its cost whether or not that cap holds, so that a full-rank start is no dead end.
+    """
+
+    def __init__(self, curves: Sequence[CostCurve]) -> None:
+        sizes = [curve.num_components for curve in curves]
+        total, widest = sum(sizes), max(sizes, default=0)
+        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1]
+        index = starts.unsqueeze(1) + torch.arange(widest)
+        # rows of one matrix each, filled up with the index of a zero: sums in a fixed order on every device
+        self.index = torch.where(torch.arange(widest) < torch.tensor(sizes).unsqueeze(1), index, total)
+        self.costs = torch.tensor([curve.per_component for curve in curves], dtype=torch.float64)
+        self.caps = torch.tensor([curve.cap for curve in curves], dtype=torch.float64)
+        self.component_costs = self.costs.repeat_interleave(torch.tensor(sizes))
+
+    def to(self, device: torch.device) -> None:
+        for name, tensor in list(vars(self).items()):
+            setattr(self, name, tensor.to(device))
+
+    def __call__(self, open_probability: Tensor) -> Tensor:
+        if self.index.device != open_probability.device:
+            self.to(open_probability.device)
+        p = open_probability.double()
+        uncapped = (self.component_costs * p).sum()
+        with torch.no_grad():
+            ranks = torch.cat([p, p.new_zeros(1)])[self.index].sum(1)
+            value = torch.minimum(ranks * self.costs, self.caps).sum()
+        return uncapped + (value - uncapped).detach()
 
 
 class LagrangianController(Controller):
+    """Moves hard concrete gates so that the expected size follows the target."""
+
     moments: Tensor
     multipliers: Tensor
     multiplier_moments: Tensor
@@ -71,8 +146,9 @@ class LagrangianController(Controller):
         self.settings = settings
         self.seed = seed
         self.distribution = settings.distribution
-        total = sum(gate.num_components for gate in self.gates)
-        self.register_buffer("moments", AdamState.zeros(total))
+        self.size_of = ExpectedSize(account.curves)
+        self.sizes = [gate.num_components for gate in self.gates]
+        self.register_buffer("moments", AdamState.zeros(sum(self.sizes)))
         self.register_buffer("multipliers", torch.zeros(2))
         self.register_buffer("multiplier_moments", AdamState.zeros(2))
 
@@ -81,67 +157,85 @@ class LagrangianController(Controller):
         return [matrix.gate for matrix in self.matrices]  # type: ignore[misc]
 
     @property
-    def committed(self) -> bool:
-        return self.settings.recipe == "commit" and self.step >= self.settings.commit_step
+    def frozen(self) -> bool:
+        return self.settings.recipe == "committed" and self.step >= self.settings.anneal_steps
 
     def alpha(self) -> Tensor:
+        """alpha of all gates as one flat vector."""
         return torch.cat([gate.alpha for gate in self.gates])
 
-    def size_of(self, alpha: Tensor) -> Tensor:
-        open_probability = self.distribution.open_probability(alpha)
-        total = open_probability.new_zeros(())
-        for part, curve in zip(open_probability.split([g.num_components for g in self.gates]), self.account.curves):
-            cost = part.sum() * curve.per_component
-            total = total + cost + (cost.clamp(max=curve.cap) - cost).detach()
-        return total / self.account.prunable
+    def noise(self) -> Tensor:
+        """The uniform noise of this step: a function of seed and step alone, so every rank and every resumed run agrees."""
+        device = self.moments.device
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self.step)
+        return torch.rand(self.moments.shape[1], generator=generator, device=device)
+
+    def gap(self, alpha: Tensor) -> Tensor:
+        """s - t as a fraction of the prunable parameters, differentiable in alpha."""
+        target = self.target() - self.account.fixed
+        return (self.size_of(self.distribution.open_probability(alpha)) - target) / max(self.account.prunable, 1)
 
     def expected_size(self) -> float:
-        if self.committed:
+        if self.frozen:
             return self.account.size(self.counts(self.limit))
-        return self.account.fixed + self.account.prunable * float(self.size_of(self.alpha()))
+        return self.account.fixed + float(self.size_of(self.distribution.open_probability(self.alpha())))
 
     def counts(self, limit: int) -> list[int]:
-        return ranked_counts([g.alpha for g in self.gates], self.account.curves, limit - self.account.fixed, self.rank_multiple)
+        scores = [gate.alpha for gate in self.gates]
+        return ranked_counts(scores, self.account.curves, limit - self.account.fixed, self.rank_multiple)
 
     def order(self, i: int) -> Tensor:
-        by_magnitude = self.matrices[i].magnitudes().argsort(descending=True, stable=True)
-        return by_magnitude[self.gates[i].alpha[by_magnitude].argsort(descending=True, stable=True)]
+        # gates that have not parted yet are told apart by what their components weigh
+        by_weight = self.matrices[i].magnitudes().argsort(descending=True, stable=True)
+        return by_weight[self.gates[i].alpha[by_weight].argsort(descending=True, stable=True)]
 
     def values(self, i: int) -> Tensor | None:
-        return self.distribution.expected(self.gates[i].alpha)
+        return None if self.frozen else self.distribution.expected(self.gates[i].alpha)
 
     def draw(self) -> None:
-        alpha = self.alpha()
-        if self.committed:
-            z = torch.zeros_like(alpha)
-            start = 0
-            for i, kept in enumerate(self.choose(self.limit)):
-                values = self.values(i)
-                z[start + kept] = values[kept]
-                start += self.gates[i].num_components
-            self.fill(z)
+        for gate in self.gates:
+            assert gate.z is not None
+            gate.z.requires_grad_(not self.frozen)
+        if not self.frozen:
+            self.fill(self.distribution.sample(self.alpha(), self.noise()))
             return
-        generator = torch.Generator(alpha.device).manual_seed(self.seed * 1_000_003 + self.step)
-        noise = torch.rand(alpha.shape, generator=generator, device=alpha.device)
-        with torch.enable_grad():
-            self._alpha = alpha.requires_grad_()
-            self._z = self.distribution.sample(self._alpha, noise)
-        self.fill(self._z.detach())
+        self._warn_if_undecided()
+        chosen = zip(self.gates, self.choose(self.limit), strict=True)
+        self.fill(torch.cat([torch.zeros_like(gate.alpha).index_fill_(0, kept, 1.0) for gate, kept in chosen]))
 
     def update(self, grad_scale: float) -> None:
-        if self.committed:
+        if self.frozen:
             return
-        grad_z = self.gradient(grad_scale)
-        (grad,) = torch.autograd.grad(self._z, self._alpha, grad_z)
-        target = (self.target() - self.account.fixed) / self.account.prunable
+        committed = self.settings.recipe == "committed"
+        low, high = QUADRATIC_RANGE
+        lambda_2 = low * (high / low) ** self.progress(self.step) if committed else self.multipliers[1]
         with torch.enable_grad():
-            alpha = self._alpha.detach().requires_grad_()
-            gap = self.size_of(alpha) - target
-            rho = 10.0 * 1000 ** self.progress(self.step)
-            penalty = self.multipliers[0] * gap + (self.multipliers[1] if self.settings.recipe == "published" else rho) * gap**2
-            (g2,) = torch.autograd.grad(penalty, alpha)
+            alpha = self.alpha().requires_grad_()
+            z = self.distribution.sample(alpha, self.noise())
+            gap = self.gap(alpha)
+            # dL/dalpha = dL/dz dz/dalpha, and the penalty's own gradient
+            g = penalty(gap, self.multipliers[0], lambda_2)
+            (grad,) = torch.autograd.grad([z, g], alpha, [self.gradient(grad_scale), None])
         with torch.no_grad():
-            gap = gap.detach()
-            new = self._alpha - self.settings.gate_lr * AdamState.direction(self.moments, grad + g2, self.step + 1)
-            self.multipliers += self.settings.multiplier_lr * AdamState.direction(self.multiplier_moments, torch.stack([gap, gap**2]), self.step + 1)
-            torch._foreach_copy_([g.alpha for g in self.gates], list(new.split([g.num_components for g in self.gates])))
+            alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
+            if committed:
+                alpha = alpha.clamp(*self._alpha_range())
+            for gate, part in zip(self.gates, torch.split(alpha, self.sizes), strict=True):
+                gate.alpha.copy_(part)
+            # ascent: the gradients of the penalty with respect to the multipliers are the gap and its square
+            ascent = AdamState.direction(self.multiplier_moments, torch.stack([gap, gap**2]).float(), self.step + 1)
+            self.multipliers += self.settings.multiplier_lr * ascent
+
+    def _warn_if_undecided(self) -> None:
+        p = self.distribution.open_probability(self.alpha())
+        soft = float(((p > SOFT[0]) & (p < SOFT[1])).double().mean())
+        if soft > MANY:
+            warnings.warn(
+                f"{soft:.0%} of the gates had not decided when the ramp ended, so the choice of components is poor. "
+                "Raise `anneal_steps` or `gate_lr`.",
+                stacklevel=2,
+            )
+
+    def _alpha_range(self) -> tuple[float, float]:
+        low, high = OPEN_RANGE
+        return self.distribution.alpha(low), self.distribution.alpha(max(high, self.settings.open_probability))

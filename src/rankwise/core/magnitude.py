@@ -89,7 +89,8 @@ class MagnitudeController(Controller):
             grad += self.settings.l1 * diagonal.sign()
         diagonal -= self.settings.diagonal_lr * AdamState.direction(self.moments, grad, self.step + 1)
         sizes = [gate.num_components for gate in self.gates]
-        torch._foreach_copy_([gate.diagonal for gate in self.gates], list(diagonal.split(sizes)))
+        for gate, part in zip(self.gates, torch.split(diagonal, sizes), strict=True):
+            gate.diagonal.copy_(part)
 
     def _moves(self) -> bool:
         """Whether the mask is chosen anew at this step: now and then along the ramp, and at its end."""

@@ -57,7 +57,7 @@ class Method(ABC):
         return account
 
     @abstractmethod
-    def gate(self, num_components: int, *, trained: bool) -> Gate:
+    def gate(self, num_components: int) -> Gate:
         """A gate over the components of one matrix."""
 
     @abstractmethod

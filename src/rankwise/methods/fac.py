@@ -11,3 +11,4 @@ from rankwise.methods.representations import Factorized
 @dataclass(frozen=True, kw_only=True)
 class Fac(Factorized, UniformRanks):
     name = "fac"
+    refactors = True

@@ -19,9 +19,8 @@ from rankwise.methods.base import Method
 class LearnedGates(Method, Lagrangian):
     """Hard concrete gates, moved by the augmented Lagrangian.  Paper: sections 3 and 4.3."""
 
-    def gate(self, num_components: int, *, trained: bool) -> Gate:
-        probability = self.start(trained=trained)
-        return HardConcreteGate(num_components, self.distribution, open_probability=probability)
+    def gate(self, num_components: int) -> Gate:
+        return HardConcreteGate(num_components, self.distribution, open_probability=self.open_probability)
 
     def controller(
         self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
@@ -33,7 +32,7 @@ class LearnedGates(Method, Lagrangian):
 class MagnitudeGates(Method, GradualPruning):
     """Gates set by magnitude on a cubic schedule.  Paper: the AGP baselines of section 5."""
 
-    def gate(self, num_components: int, *, trained: bool) -> Gate:
+    def gate(self, num_components: int) -> Gate:
         # a diagonal over single weights would only rename them
         return MagnitudeGate(num_components, learned=not self.counts_nonzeros)
 
@@ -52,7 +51,7 @@ class UniformRanks(Method):
         curves = (replace(curve, num_components=k) for curve, k in zip(account.curves, counts, strict=True))
         return replace(account, curves=tuple(curves))
 
-    def gate(self, num_components: int, *, trained: bool) -> Gate:
+    def gate(self, num_components: int) -> Gate:
         return Gate(num_components)
 
     def controller(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -26,10 +27,15 @@ from rankwise.methods.base import Factorize, Method, factors
 class Factorized(Method):
     """Rank-1 components p_k q_k of W = P Q.  Paper: section 4.1."""
 
+    refactors: ClassVar[bool] = False
+    """Whether a low-rank pair of the model is factorized anew, rather than gated as it stands."""
+
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
-        rank = site.pair_rank
-        if rank is None:
-            rank = min(site.shape) if trained else same_size_rank(site.shape)
+        full = min(site.shape)
+        if site.pair_rank is None:
+            rank = full if trained else same_size_rank(site.shape)
+        else:
+            rank = min(site.pair_rank, full) if self.refactors else site.pair_rank
         return factorized_curve(site.shape, rank)
 
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:

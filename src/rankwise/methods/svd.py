@@ -21,8 +21,9 @@ from rankwise.methods.representations import Factorized
 @dataclass(frozen=True, kw_only=True)
 class Svd(Factorized):
     name = "svd"
+    refactors = True
 
-    def gate(self, num_components: int, *, trained: bool) -> Gate:
+    def gate(self, num_components: int) -> Gate:
         return ScoredGate(num_components)
 
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:

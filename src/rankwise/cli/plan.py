@@ -1,0 +1,225 @@
+"""`rankwise plan`: what would be pruned, tied, counted and left out, before anyone trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rankwise.errors import RankwiseError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.core.budget import Budget
+    from rankwise.methods.base import Method
+
+WORDS = ("name", "shape", "kind", "total", "left out", "why")
+"""Columns that hold words; the others hold numbers, which stand to the right."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planned matrix."""
+
+    names: list[str]
+    """Every module that uses it; tied ones are one matrix. The model itself has the empty name."""
+    kinds: list[str]
+    shape: list[int]
+    parameters: int
+    components: int
+    """The full rank; input features or single weights where the method prunes those."""
+    kept: int | None
+    """The rank within the budget."""
+    exported: int | None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a pruner would do with a model."""
+
+    model: str
+    method: str
+    component: str
+    """What is kept or dropped as one: a rank, an input feature or a weight."""
+    final: bool
+    """Whether the method exports these very numbers, rather than share them out anew."""
+    matrices: list[Row]
+    left_out: list[dict[str, Any]]
+    dense: int
+    prunable: int
+    fixed: int
+    budget: int | None
+    exported: int | None
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="`package.module:builder` or `path/to/file.py:builder`", show_default=False)
+    ],
+    removed: Annotated[float | None, typer.Option(help="Budget: fraction of the parameters to remove.")] = None,
+    of: Annotated[Literal["model", "prunable"] | None, typer.Option(help="What `--removed` is a fraction of.")] = None,
+    params: Annotated[int | None, typer.Option(help="Budget: parameters of the exported model.")] = None,
+    megabytes: Annotated[float | None, typer.Option(help="Budget: 10^6 bytes of saved tensors.")] = None,
+    method: Annotated[str, typer.Option(help="dense, fac, np-l0, agp, flop-agp, flop-l0 or svd.")] = "flop-l0",
+    include: Annotated[list[str] | None, typer.Option(help="Plan only modules of this name; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave out modules of this name; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.
+
+    Nothing is trained or changed. A name matches itself and as the last part of a longer one.
+
+    Example: rankwise plan my_models.py:build --removed 0.8 --exclude head
+    """
+    from rankwise.cli.models import build
+
+    budget = _budget(removed, of, params, megabytes)
+    chosen = _method(method)
+    outlook = look_ahead(model, build(model), chosen, budget, include or None, exclude or [])
+    if as_json:
+        print(json.dumps(dataclasses.asdict(outlook), indent=2))
+    else:
+        show(outlook)
+
+
+def _budget(removed: float | None, of: str | None, params: int | None, megabytes: float | None) -> Budget | None:
+    from rankwise.core.budget import Budget
+
+    sizes = {"removed": removed, "params": params, "megabytes": megabytes}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if len(given) > 1:
+        raise RankwiseError(f"A plan takes one budget at most, but got {' and '.join('--' + name for name in given)}.")
+    if of is not None and "removed" not in given:
+        raise RankwiseError(
+            f"`--of {of}` must go with `--removed`, but stands alone. Add `--removed 0.8`, or leave it out."
+        )
+    if not given:
+        return None
+    return Budget(**given, of=of or "model")  # type: ignore[arg-type]
+
+
+def _method(name: str) -> Method:
+    from rankwise.methods import METHODS, make_method
+
+    known = {field.name for field in dataclasses.fields(METHODS[name])} if name in METHODS else set()
+    # nothing is trained here, so any number of steps will do
+    return make_method(name, **({"anneal_steps": 1_000} if "anneal_steps" in known else {}))
+
+
+def look_ahead(
+    name: str, model: nn.Module, method: Method, budget: Budget | None, include: list[str] | None, exclude: list[str]
+) -> Outlook:
+    """Plan the model and choose uniform ranks within the budget; changes nothing."""
+    from rankwise.adapters.generic import find_plan
+    from rankwise.core.budget import Budget, count
+    from rankwise.core.choice import uniform_counts
+    from rankwise.methods.gatings import MagnitudeGates, UniformRanks
+    from rankwise.methods.representations import InputFeatures, SingleWeights
+    from rankwise.pruner import _planned, account_of
+
+    found = _planned(model, find_plan(model, include, exclude), method)
+    account = account_of(model, found, method, budget or Budget(params=count(model)), trained=True)
+    limit = budget.resolve(account) if budget is not None else None
+    counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None
+    rows = []
+    for i, (site, curve) in enumerate(zip(found.sites, account.curves, strict=True)):
+        kept = counts[i] if counts is not None else None
+        rows.append(
+            Row(
+                names=[use.name for use in site.uses],
+                kinds=[use.kind for use in site.uses],
+                shape=list(site.shape),
+                parameters=site.params,
+                components=curve.num_components,
+                kept=kept,
+                exported=curve(kept) if kept is not None else None,
+            )
+        )
+    names = {SingleWeights: "weight", InputFeatures: "feature"}
+    return Outlook(
+        model=name,
+        method=method.name,
+        component=next((word for kind, word in names.items() if isinstance(method, kind)), "rank"),
+        final=isinstance(method, UniformRanks | MagnitudeGates),
+        matrices=rows,
+        left_out=[{"name": item.name, "parameters": item.params, "reason": item.reason} for item in found.left_out],
+        dense=account.dense,
+        prunable=account.prunable,
+        fixed=account.fixed,
+        budget=limit,
+        exported=account.size(counts) if counts is not None else None,
+    )
+
+
+def show(outlook: Outlook) -> None:
+    """Print the outlook: tables on a terminal, plain lines elsewhere."""
+    print(f"{outlook.model}, method {outlook.method}\n")
+    if outlook.matrices:
+        _print_table(_header(outlook), [_cells(row) for row in outlook.matrices])
+        if outlook.budget is not None:
+            print(_note(outlook))
+        print()
+    _print_table(["total", "parameters", "of dense"], _totals(outlook))
+    if outlook.left_out:
+        rows = [[item["name"] or "(model)", f"{item['parameters']:,}", item["reason"]] for item in outlook.left_out]
+        print()
+        _print_table(["left out", "parameters", "why"], rows)
+
+
+def _header(outlook: Outlook) -> list[str]:
+    header = ["name", "shape", "kind", "parameters"]
+    if outlook.component == "rank":
+        whole, part = "full rank", "rank/full rank"
+    else:
+        whole, part = f"{outlook.component}s", f"kept {outlook.component}s"
+    return [*header, whole] if outlook.budget is None else [*header, part, "exported"]
+
+
+def _note(outlook: Outlook) -> str:
+    note = f"uniform {outlook.component}s; "
+    note += f"{outlook.method} exports these" if outlook.final else "training or SVD will share them out differently"
+    return note + "; matrices keep their shape" if outlook.component == "weight" else note
+
+
+def _cells(row: Row) -> list[str]:
+    names = " = ".join(name or "(model)" for name in row.names)
+    kinds = " = ".join(row.kinds)
+    cells = [names, " x ".join(map(str, row.shape)), kinds, f"{row.parameters:,}"]
+    if row.kept is None:
+        return [*cells, f"{row.components:,}"]
+    return [*cells, f"{row.kept:,}/{row.components:,}", f"{row.exported:,}"]
+
+
+def _totals(outlook: Outlook) -> list[list[str]]:
+    names = ("dense", "prunable", "fixed", "budget", "exported")
+    sizes = [(name, getattr(outlook, name)) for name in names]
+    return [[name, f"{size:,}", f"{size / outlook.dense:.2%}"] for name, size in sizes if size is not None]
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            cells = [
+                cell.ljust(width) if name in WORDS else cell.rjust(width)
+                for name, cell, width in zip(header, row, widths, strict=True)
+            ]
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in header:
+        table.add_column(name, justify="left" if name in WORDS else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)

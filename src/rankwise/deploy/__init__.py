@@ -1,0 +1,1 @@
+"""What happens to a compact model: it is saved and loaded."""

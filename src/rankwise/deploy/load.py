@@ -1,0 +1,235 @@
+"""Loading a compact model: a dense skeleton takes on the saved structure and the saved weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rankwise.core.layers import GatedLayer
+from rankwise.core.surgery import become
+from rankwise.deploy.save import FORMAT, STRUCTURE, VERSION, WEIGHTS, dtype_name
+from rankwise.deploy.structure import Head, Layer, Selected, from_json, layer_of, role_of, tensors_of, walk
+from rankwise.errors import CheckpointError
+
+FEW = 5
+"""Misfits that an error names."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `rankwise.json` says."""
+
+    layers: dict[str, Layer]
+    tensors: dict[str, tuple[str, list[int]]]
+    """Dtype and shape, by the name under which a tensor is stored."""
+    tied: dict[str, str]
+
+    def stored_as(self, name: str) -> str:
+        """The name under which the tensor of that name is stored."""
+        return self.tied.get(name, name)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the model where a tensor goes."""
+
+    name: str
+    module: nn.Module
+    key: str
+    holds: Tensor
+
+
+def load(folder: str | os.PathLike[str], skeleton: nn.Module) -> nn.Module:
+    """The model that was saved in `folder`, bit for bit.
+
+    `skeleton` is the dense model, fresh from the code that built the one that was pruned; its weights do not matter,
+    and it may be on the meta device. It becomes the saved model and is returned. If anything does not fit, it stays as
+    it is.
+    """
+    if not isinstance(skeleton, nn.Module):
+        raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
+    path = Path(folder)
+    saved = _read_structure(path)
+    instead = _replacements(saved, skeleton)
+    slots = _slots(saved, skeleton, instead)
+    values = _read_tensors(path, saved)
+    _check_masks(path, saved, values)
+    placed = _place(saved, slots, values)
+
+    for slot in slots:
+        # not into the registry: recurrent layers keep a list of their weights beside it
+        setattr(slot.module, slot.key, placed[saved.stored_as(slot.name)])
+    for module in list({id(module): module for _, module in walk(skeleton)}.values()):
+        if id(module) in instead:
+            become(module, instead[id(module)])
+    return skeleton
+
+
+def _read_structure(folder: Path) -> Saved:
+    entry = _read_json(folder)
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
+        raise CheckpointError(
+            f"{folder / STRUCTURE} must say that a rankwise model is here, but does not. "
+            "Give a folder that `rankwise.save` wrote."
+        )
+    if entry["version"] > VERSION:
+        raise CheckpointError(
+            f"The format of {folder} must be version {VERSION} at most, but is version {entry['version']}, "
+            f"written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
+        )
+    try:
+        layers = {name: from_json(layer) for name, layer in entry["layers"].items()}
+        tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}
+        tied = {str(name): str(first) for name, first in entry["tied"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+        raise _damaged(folder / STRUCTURE, str(error)) from None
+    return Saved(layers, tensors, tied)
+
+
+def _read_json(folder: Path) -> Any:
+    for name in (STRUCTURE, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {folder} has no {name}. "
+                "Give a folder that `rankwise.save` wrote."
+            )
+    try:
+        return json.loads((folder / STRUCTURE).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(folder / STRUCTURE, str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / STRUCTURE} must be readable, but is not: {error.strerror}.") from None
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} must be as `rankwise.save` wrote it, but is damaged: {what}. Save the model again.")
+
+
+def _replacements(saved: Saved, skeleton: nn.Module) -> dict[int, nn.Module]:
+    """New modules for the layers that pruning changed, by the identity of those in the skeleton."""
+    modules = dict(walk(skeleton))
+    misfits = [f"{name or 'the model'} is gated" for name, module in modules.items() if isinstance(module, GatedLayer)]
+    forms: dict[int, tuple[str, Layer]] = {}
+    for name, layer in saved.layers.items():
+        here = f"{name or 'the model'} was saved as {layer}"
+        module = modules.get(name)
+        if module is None:
+            misfits.append(f"{here}, but is not in the skeleton")
+        elif (role := role_of(module)) != layer.role:
+            misfits.append(f"{here}, but is {role or type(module).__name__} in the skeleton")
+        elif forms.setdefault(id(module), (name, layer))[1] != layer:
+            misfits.append(f"{here}, but is the same module as {forms[id(module)][0]} in the skeleton")
+    _refuse(misfits)
+
+    instead: dict[int, nn.Module] = {}
+
+    def find(name: str) -> nn.Module:
+        found = dict(walk(skeleton, instead)).get(name)
+        if found is None:
+            raise CheckpointError(f"{name} is not in the skeleton")
+        # a layer that changes its form keeps its identity
+        return next((modules[n] for n in saved.layers if instead.get(id(modules[n])) is found), found)
+
+    # heads come last: the embeddings they are tied to must be there
+    for name, layer in sorted(saved.layers.items(), key=lambda item: isinstance(item[1], Head)):
+        module = modules[name]
+        if id(module) not in instead and (isinstance(layer, Head) or layer_of(module) != layer):
+            try:
+                instead[id(module)] = layer.build(next(module.parameters()), find)
+            except CheckpointError as error:
+                misfits.append(f"{name or 'the model'} was saved as {layer}, but {error}")
+    _refuse(misfits)
+    return instead
+
+
+def _slots(saved: Saved, skeleton: nn.Module, instead: dict[int, nn.Module]) -> list[Slot]:
+    """Where each saved tensor goes; refuses a skeleton with other tensors than the saved model."""
+    slots = list(_places(skeleton, instead))
+    misfits: list[str] = []
+    names: dict[tuple[int, str], str] = {}
+    for slot in slots:
+        stored = saved.stored_as(slot.name)
+        if stored not in saved.tensors:
+            misfits.append(f"{slot.name} is in the skeleton, but was not saved")
+        elif list(slot.holds.shape) != (shape := saved.tensors[stored][1]):
+            misfits.append(f"{slot.name} was saved as {shape}, but is {list(slot.holds.shape)} in the skeleton")
+        elif (one := names.setdefault((id(slot.module), slot.key), stored)) != stored:
+            misfits.append(f"{slot.name} and {one} were saved apart, but are one in the skeleton")
+    present = {slot.name for slot in slots}
+    missing = (name for name in (*saved.tensors, *saved.tied) if name not in present)
+    misfits += [f"{name} was saved, but is not in the skeleton" for name in missing]
+    misfits += [f"{name} is on the meta device and is not saved" for name in _lost(skeleton)]
+    _refuse(misfits)
+    return slots
+
+
+def _places(skeleton: nn.Module, instead: dict[int, nn.Module]) -> Iterator[Slot]:
+    for prefix, module in walk(skeleton, instead):
+        for key, tensor in tensors_of(module):
+            yield Slot(f"{prefix}.{key}" if prefix else key, module, key, tensor)
+
+
+def _lost(skeleton: nn.Module) -> Iterator[str]:
+    """Buffers that nothing will fill."""
+    for prefix, module in walk(skeleton):
+        for key in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(key)
+            if buffer is not None and buffer.is_meta:
+                yield f"{prefix}.{key}" if prefix else key
+
+
+def _refuse(misfits: list[str]) -> None:
+    if misfits:
+        more = f"; and {len(misfits) - FEW} more" if len(misfits) > FEW else ""
+        raise CheckpointError(
+            f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:FEW])}{more}. "
+            "Build it with the code and the settings of the model that was pruned."
+        )
+
+
+def _read_tensors(folder: Path, saved: Saved) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            # a tensor as it comes is a window on the file, which may change later
+            values = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, str(error)) from None
+    found = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in values.items()}
+    for name in sorted(found.keys() | saved.tensors.keys()):
+        if found.get(name) != saved.tensors.get(name):
+            said = f"{name} is {found.get(name, 'missing')}, but {STRUCTURE} says {saved.tensors.get(name, 'nothing')}"
+            raise _damaged(path, said)
+    return values
+
+
+def _check_masks(folder: Path, saved: Saved, values: dict[str, Tensor]) -> None:
+    """Selected inputs must be as many as the weight has columns."""
+    for name, layer in saved.layers.items():
+        if isinstance(layer, Selected):
+            kept = values[saved.stored_as(f"{name}.kept" if name else "kept")]
+            if kept.dtype is not torch.bool or int(kept.sum()) != layer.kept:
+                raise _damaged(folder / WEIGHTS, f"{name} must keep {layer.kept} inputs, but keeps {int(kept.sum())}")
+
+
+def _place(saved: Saved, slots: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor as its first slot wants it: a parameter or a buffer, on the right device."""
+    placed: dict[str, Tensor] = {}
+    for slot in slots:
+        name = saved.stored_as(slot.name)
+        if name not in placed:
+            value = values.pop(name)
+            value = value if slot.holds.is_meta else value.to(slot.holds.device)
+            if isinstance(slot.holds, nn.Parameter):
+                trainable = value.is_floating_point() or value.is_complex()
+                value = nn.Parameter(value, trainable and slot.holds.requires_grad)
+            placed[name] = value
+    return placed

@@ -1,0 +1,202 @@
+"""Saving a compact model: weights as safetensors, structure as JSON. Nothing in the folder can run code.
+
+`rankwise.json` holds the format and its version, the layers (`rankwise.deploy.structure`), shape and dtype of every
+tensor, and which names are tied. Each distinct tensor is stored once, under the first of its names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rankwise.core.budget import count
+from rankwise.core.layers import GatedLayer
+from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
+from rankwise.errors import CheckpointError
+
+FORMAT = "rankwise"
+VERSION = 1
+WEIGHTS = "model.safetensors"
+STRUCTURE = "rankwise.json"
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a compact model into a new folder; `rankwise.load` reads it back.
+
+    The folder appears only when it is complete. With `overwrite`, an earlier saved model of that name is replaced by
+    the new one at the very end; whatever goes wrong before leaves it as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+    stored, tied = _distinct(model)
+    target = Path(folder).resolve()
+    _check_target(target, overwrite)
+    with _parents(target):
+        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            unfinished.mkdir()
+            _write(unfinished, stored, _described(model, stored, tied))
+            _put(unfinished, target)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"The model must be written whole to {target}, but that failed: {_reason(error)}. "
+                "Nothing was changed; free some space or choose another place."
+            ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once, under its first name; and that name for every other."""
+    stored: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for prefix, module in walk(model):
+        if isinstance(module, GatedLayer):
+            raise CheckpointError(
+                f"A saved model must be compact, but {prefix or 'the model'} is gated. "
+                "Save what `pruner.compact()` returns."
+            )
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"A saved model must be made of tensors, but {prefix or 'the model'} ({type(module).__name__}) has "
+                "extra state. Keep it in a buffer."
+            )
+        for key, tensor in tensors_of(module):
+            name = f"{prefix}.{key}" if prefix else key
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                what = "is on the meta device" if tensor.is_meta else f"is {tensor.layout}"
+                raise CheckpointError(f"A saved tensor must hold plain data, but {name} {what}. Fill it first.")
+            if id(tensor) in first:
+                tied[name] = first[id(tensor)]
+            else:
+                first[id(tensor)] = name
+                stored[name] = tensor
+    return stored, tied
+
+
+def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Any]:
+    tensors = {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in stored.items()}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rankwise": _own_version(),
+        "torch": str(torch.__version__),
+        "model": type(model).__name__,
+        "parameters": count(model),
+        "layers": {name: to_json(layer) for name, layer in layers_of(model).items()},
+        "tensors": tensors,
+        "tied": tied,
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _own_version() -> str:
+    try:
+        return version("rankwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    """Refuse to write over anything that is not an earlier saved model."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"`folder` must be a folder, but {target} is a file. Choose another name.")
+    if not overwrite:
+        raise CheckpointError(f"`folder` must be new, but {target} exists. Choose another name or pass overwrite=True.")
+    others = sorted(entry.name for entry in target.iterdir() if entry.name not in (WEIGHTS, STRUCTURE))
+    if others:
+        raise CheckpointError(
+            f"`overwrite` must replace a saved model and nothing else, but {target} also holds {others[0]}. "
+            "Choose another name."
+        )
+
+
+@contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; unmake them if it does not come to be."""
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        for folder in missing:
+            if folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"`folder` must be in a place that can be written, but is {target}: {_reason(error)}. Choose another place."
+        ) from error
+
+
+def _write(folder: Path, stored: dict[str, Tensor], structure: dict[str, Any]) -> None:
+    text = folder / STRUCTURE
+    text.write_text(json.dumps(structure, indent=1) + "\n", encoding="utf-8")
+    weights = folder / WEIGHTS
+    save_file(_contiguous(stored), weights, metadata={"format": "pt"})
+    # safetensors writes files that only their owner can read
+    shutil.copymode(text, weights)
+    for path in (text, weights, folder):
+        _sync(path)
+
+
+def _contiguous(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them: contiguous, and no two in the same memory."""
+    memory: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        tensor = tensor.detach().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if address in memory else tensor
+        memory.add(address)
+    return plain
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put(finished: Path, target: Path) -> None:
+    """Give a finished folder its name, in place of the one that has it."""
+    if not target.exists():
+        os.rename(finished, target)
+    else:
+        old = finished.with_name(finished.name + ".old")
+        os.rename(target, old)
+        try:
+            os.rename(finished, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(target.parent)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"safetensors has no type {error.args[0]}"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

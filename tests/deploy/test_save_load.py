@@ -1,0 +1,576 @@
+"""Saving and loading: what comes back is what was saved, and nothing is ever half-done."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Spec, batch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.deploy.load import load
+from rankwise.deploy.save import save
+from rankwise.modules import LowRankHead, SelectedLinear
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "fac": {},
+    "np-l0": {"anneal_steps": 2},
+    "agp": {"anneal_steps": 2, "mask_every": 1},
+    "flop-agp": {"anneal_steps": 2, "mask_every": 1},
+    "flop-l0": {"anneal_steps": 2},
+    "svd": {},
+}
+
+
+class Buffered(nn.Module):
+    """Persistent and other buffers, a recurrent layer, and a head that is registered before its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        front = nn.Sequential(nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 8, bias=False))
+        self.head = LowRankHead(front[0], front[1])
+        self.norm = nn.BatchNorm1d(8)
+        self.rnn = nn.GRU(8, 8)
+        self.fc = nn.Linear(8, 8)
+        self.front = front
+        self.register_buffer("scale", torch.rand(()))
+        self.register_buffer("kept_out", torch.full((), 2.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.rnn(self.front(tokens))[0]
+        h = self.norm(torch.tanh(self.fc(h)).transpose(1, 2)).transpose(1, 2)
+        return self.head(h * self.scale * self.kept_out)
+
+
+class Tower(nn.Module):
+    """One layer under two names, and a bias in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.first = nn.Linear(8, 8)
+        self.again = self.first
+        self.other = nn.Linear(8, 20)
+        self.twin = nn.Linear(20, 8)
+        self.twin.bias = self.first.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.other(self.twin(self.other(self.again(torch.tanh(self.first(self.words(tokens)))))))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10, bias=False))
+
+
+def bf16() -> nn.Module:
+    return Spec(num_words=20, back="tied").build().to(torch.bfloat16)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 20, (6, 5))
+
+
+def features() -> Tensor:
+    return torch.randn(6, 10)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (mlp, features),
+    "root": (lambda: nn.Linear(10, 10), features),
+    "root-pair": (lambda: nn.Sequential(nn.Linear(10, 4, bias=False), nn.Linear(4, 10)), features),
+    "tied": (Spec(num_words=20, back="bias-tied", parts=("linear", "conv1d", "pair", "norm")).build, tokens),
+    "low-rank": (Spec(num_words=20, width=12, back="low-rank", parts=("pair", "nested")).build, tokens),
+    "shared": (Tower, tokens),
+    "buffered": (Buffered, tokens),
+    "bf16": (bf16, tokens),
+}
+
+
+def compact(build: Callable[[], nn.Module], x: Tensor, method: str, budget: rw.Budget | None = None) -> nn.Module:
+    """A pruned model after a few steps."""
+    model = build().train()
+    budget = budget or rw.Budget(removed=0.6, of="prunable")
+    if method == "dense":
+        budget = rw.Budget(params=rw.count(model))
+    pruner = rw.Pruner(model, budget, method, **METHODS[method])
+    optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
+    for _ in range(3):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    return pruner.compact().eval()
+
+
+def assert_same(loaded: nn.Module, small: nn.Module, x: Tensor) -> None:
+    """Same outputs, tensors, ties and size."""
+    assert rw.count(loaded) == rw.count(small)
+    assert repr(loaded) == repr(small)
+    before, after = small.state_dict(keep_vars=True), loaded.state_dict(keep_vars=True)
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+        assert isinstance(after[name], nn.Parameter) == isinstance(tensor, nn.Parameter)
+    ties = [[list(state).index(n) for n, t in state.items() if t is u] for state in (before,) for u in state.values()]
+    assert ties == [[list(after).index(n) for n, t in after.items() if t is u] for u in after.values()]
+    assert torch.equal(loaded.eval()(x), small.eval()(x))
+
+
+@pytest.fixture
+def small() -> nn.Module:
+    return rw.compress(mlp(), rw.Budget(removed=0.5))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_model_is_the_saved_one_bit_for_bit(name: str, method: str, tmp_path: Path) -> None:
+    build, inputs = MODELS[name]
+    x = inputs()
+    small = compact(build, x, method)
+    save(small, tmp_path / "small")
+    skeleton = build()
+    loaded = load(tmp_path / "small", skeleton)
+    assert loaded is skeleton
+    assert_same(loaded, small, x)
+    # the file may go: nothing of the model lies in it
+    for path in (tmp_path / "small").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    assert_same(loaded, small, x)
+
+
+@pytest.mark.parametrize("method", ["np-l0", "flop-l0", "svd"])
+@pytest.mark.parametrize("name", ["mlp", "root", "tied", "low-rank", "shared"])
+def test_a_skeleton_on_the_meta_device_is_filled(name: str, method: str, tmp_path: Path) -> None:
+    build, inputs = MODELS[name]
+    x = inputs()
+    small = compact(build, x, method)
+    save(small, tmp_path / "small")
+    with torch.device("meta"):
+        skeleton = build()
+    assert_same(load(tmp_path / "small", skeleton), small, x)
+
+
+@pytest.mark.parametrize("method", ["fac", "np-l0", "flop-l0", "svd"])
+def test_a_model_that_kept_nothing_round_trips(method: str, tmp_path: Path) -> None:
+    model, x = mlp(), features()
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    small = compact(mlp, x, method, rw.Budget(params=rw.count(model) - matrices))
+    assert any(p.numel() == 0 for p in small.parameters())
+    save(small, tmp_path / "small")
+    assert_same(load(tmp_path / "small", mlp()), small, x)
+
+
+@given(
+    width=st.integers(2, 9),
+    back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),
+    parts=st.lists(st.sampled_from(["linear", "nested", "pair", "shared", "conv1d", "norm"]), max_size=4).map(tuple),
+    removed=st.floats(0.05, 0.95),
+)
+def test_any_structure_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, width: int, back: Any, parts: Any, removed: float
+) -> None:
+    spec = Spec(width=width, back=back, parts=parts)
+    small = rw.compress(spec.build(), rw.Budget(removed=removed, of="prunable"))
+    folder = tmp_path_factory.mktemp("any") / "small"
+    save(small, folder)
+    assert_same(load(folder, spec.build()), small, batch(spec))
+    # a compact model is a skeleton too
+    assert_same(load(folder, copy.deepcopy(small)), small, batch(spec))
+
+
+def test_a_loaded_head_is_tied_to_the_very_modules_of_its_embedding(tmp_path: Path) -> None:
+    small = compact(Buffered, tokens(), "flop-l0", rw.Budget(removed=0.7, of="prunable"))
+    save(small, tmp_path / "small")
+    loaded = load(tmp_path / "small", Buffered())
+    assert isinstance(loaded.head, LowRankHead)
+    assert loaded.head.embedding is loaded.front[0]
+    assert loaded.head.projection is loaded.front[1]
+    assert loaded.front[0].padding_idx == 0
+
+
+def test_a_module_with_two_names_stays_one_module(tmp_path: Path) -> None:
+    small = rw.compress(Tower(), rw.Budget(removed=0.6))
+    save(small, tmp_path / "small")
+    loaded = load(tmp_path / "small", Tower())
+    assert loaded.first is loaded.again
+    assert loaded.twin[1].bias is loaded.first[1].bias
+
+
+def test_a_loaded_model_trains_and_keeps_the_modes_of_the_skeleton(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "small")
+    skeleton = mlp().eval()
+    skeleton[0].requires_grad_(False)
+    loaded = load(tmp_path / "small", skeleton)
+    assert not any(module.training for module in loaded.modules())
+    loaded(features()).sum().backward()
+    assert all(p.grad is None for p in loaded[0].parameters())
+    assert all(p.grad is not None for p in loaded[2].parameters())
+
+
+def test_the_saved_dtype_wins_over_the_skeletons(tmp_path: Path, small: nn.Module) -> None:
+    save(small.to(torch.float16), tmp_path / "small")
+    assert {p.dtype for p in load(tmp_path / "small", mlp().double()).parameters()} == {torch.float16}
+
+
+def test_weights_in_shared_or_strided_memory_are_saved(tmp_path: Path) -> None:
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.randn(10, 16).t())
+    model[2].weight.data = model[4].weight.data.expand(1, 10, 16)[0].t().mm(model[4].weight.data)
+    block = torch.randn(400)
+    model[0].bias.data, model[2].bias.data = block[:16], block[8:24]
+    save(model, tmp_path / "model")
+    assert_same(load(tmp_path / "model", mlp()), model, features())
+
+
+def test_the_files_are_json_and_safetensors_and_nothing_else(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "small")
+    assert sorted(os.listdir(tmp_path)) == ["small"]
+    assert sorted(os.listdir(tmp_path / "small")) == ["model.safetensors", "rankwise.json"]
+    structure = json.loads((tmp_path / "small" / "rankwise.json").read_text())
+    assert structure["format"] == "rankwise"
+    assert structure["version"] == 1
+    assert structure["parameters"] == rw.count(small)
+    raw = (tmp_path / "small" / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__")
+    assert header.keys() == structure["tensors"].keys()
+    assert len(raw) == 8 + length + sum(p.numel() * p.element_size() for p in small.parameters())
+
+
+def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+    model = Spec(back="tied").build()
+    save(model, tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in stored.values()) == rw.count(model)
+    assert json.loads((tmp_path / "model" / "rankwise.json").read_text())["tied"] == {"head.weight": "front.weight"}
+
+
+def test_both_files_have_the_rights_of_a_new_file(tmp_path: Path, small: nn.Module) -> None:
+    (tmp_path / "new").touch()
+    save(small, tmp_path / "small")
+    rights = stat.S_IMODE((tmp_path / "new").stat().st_mode)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "small").iterdir()] == [rights, rights]
+
+
+def test_folders_above_are_made(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "runs" / "one" / "small")
+    assert_same(load(tmp_path / "runs" / "one" / "small", mlp()), small, features())
+
+
+def test_overwrite_replaces_a_saved_model(tmp_path: Path, small: nn.Module) -> None:
+    save(mlp(), tmp_path / "small")
+    save(small, tmp_path / "small", overwrite=True)
+    assert os.listdir(tmp_path) == ["small"]
+    assert_same(load(tmp_path / "small", mlp()), small, features())
+
+
+def test_an_existing_folder_is_refused(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "small")
+    with pytest.raises(rw.CheckpointError, match="`folder` must be new, but .*small exists. .*overwrite=True"):
+        save(mlp(), tmp_path / "small")
+    assert_same(load(tmp_path / "small", mlp()), small, features())
+
+
+def test_overwrite_never_deletes_what_is_not_a_saved_model(tmp_path: Path, small: nn.Module) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(rw.CheckpointError, match="nothing else, but .* also holds thesis.tex"):
+        save(small, tmp_path, overwrite=True)
+    with pytest.raises(rw.CheckpointError, match="must be a folder, but .*thesis.tex is a file"):
+        save(small, tmp_path / "thesis.tex", overwrite=True)
+    with pytest.raises(rw.CheckpointError, match="place that can be written, but is .*Choose another place"):
+        save(small, tmp_path / "thesis.tex" / "small")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_gated_model_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=2)
+    with pytest.raises(rw.CheckpointError, match="must be compact, but 0 is gated. Save what `pruner.compact"):
+        save(model, tmp_path / "model")
+    save(mlp(), tmp_path / "dense")
+    with pytest.raises(rw.CheckpointError, match="must be the dense form of the saved model, but 0 is gated"):
+        load(tmp_path / "dense", model)
+
+
+def test_a_tensor_without_plain_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(rw.CheckpointError, match="weight is on the meta device"):
+        save(nn.Linear(2, 2, device="meta"), tmp_path / "model")
+    sparse = nn.Module()
+    sparse.register_buffer("table", torch.eye(2).to_sparse())
+    with pytest.raises(rw.CheckpointError, match="table is torch.sparse_coo"):
+        save(sparse, tmp_path / "model")
+    odd = nn.Module()
+    odd.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(rw.CheckpointError, match="failed: safetensors has no type torch.complex128"):
+        save(odd, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def run(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, in `tmp_path`."""
+    start = "import os, resource, signal\nfrom torch import nn\nimport rankwise as rw\n"
+    start += "from rankwise.deploy import save as s\n"
+    done = [sys.executable, "-c", start + textwrap.dedent(code)]
+    return subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("bytes_left", [100, 20_000])
+def test_a_full_disk_leaves_the_old_folder_and_nothing_else(tmp_path: Path, bytes_left: int) -> None:
+    save(mlp(), tmp_path / "small")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()}
+    code = f"""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))
+        for folder in ("small", "new", "runs/new"):
+            try:
+                s.save(nn.Linear(200, 200), folder, overwrite=True)
+            except rw.CheckpointError as error:
+                os.write(1, str(error).encode() + b"\\n")
+    """
+    result = run(tmp_path, code)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("File too large" in line and "Nothing was changed; free some space" in line for line in lines)
+    assert os.listdir(tmp_path) == ["small"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()} == before
+
+
+def test_a_killed_save_leaves_no_half_of_a_model(tmp_path: Path) -> None:
+    save(mlp(), tmp_path / "small")
+    result = run(
+        tmp_path,
+        """
+        # killed when everything is written, and before it gets its name
+        os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        s.save(nn.Linear(10, 10), "new")
+        """,
+    )
+    assert result.returncode == -9
+    assert not (tmp_path / "new").exists()
+    result = run(
+        tmp_path,
+        """
+        s._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        s.save(nn.Linear(10, 10), "small", overwrite=True)
+        """,
+    )
+    assert result.returncode == -9
+    load(tmp_path / "small", mlp())
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_rename_that_fails_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: nn.Module, failing: int
+) -> None:
+    save(small, tmp_path / "small")
+    rename, calls = os.rename, []
+
+    def fail_once(*names: Any) -> None:
+        calls.append(names)
+        if len(calls) == failing:
+            raise PermissionError(13, "Permission denied")
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(rw.CheckpointError, match="failed: Permission denied. Nothing was changed"):
+        save(mlp(), tmp_path / "small", overwrite=True)
+    assert os.listdir(tmp_path) == ["small"]
+    assert_same(load(tmp_path / "small", mlp()), small, features())
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: nn.Module) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.deploy.save.save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(small, tmp_path / "small")
+    assert not list(tmp_path.iterdir())
+
+
+def refused(folder: Path, skeleton: nn.Module, match: str) -> None:
+    """Loading is refused with these words, and the skeleton is as it was."""
+    modules = [(name, module, type(module)) for name, module in skeleton.named_modules()]
+    state = skeleton.state_dict(keep_vars=True)
+    before = {name: (tensor, tensor.clone()) for name, tensor in state.items()}
+    with pytest.raises(rw.CheckpointError, match=match) as caught:
+        load(folder, skeleton)
+    assert "\n" not in str(caught.value)
+    assert [(name, module, type(module)) for name, module in skeleton.named_modules()] == modules
+    after = skeleton.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+
+
+def wider() -> nn.Module:
+    model = mlp()
+    model[2] = nn.Linear(16, 17)
+    return model
+
+
+def longer() -> nn.Module:
+    return nn.Sequential(*mlp(), nn.Linear(10, 10))
+
+
+def normed() -> nn.Module:
+    model = mlp()
+    model[1] = nn.LayerNorm(16)
+    return model
+
+
+def convolved() -> nn.Module:
+    model = mlp()
+    model[2] = nn.Conv1d(16, 16, 1)
+    return model
+
+
+def biased() -> nn.Module:
+    model = mlp()
+    model[4] = nn.Linear(16, 10)
+    return model
+
+
+@pytest.mark.parametrize(
+    "skeleton, match",
+    [
+        (wider(), r"2 was saved as low_rank_linear .*, but is linear 16 -> 17 with bias in the skeleton"),
+        (longer(), r"5.weight is in the skeleton, but was not saved; 5.bias .*Build it with the code"),
+        (mlp()[:3], r"4 was saved as \w+ .*, but is not in the skeleton"),
+        (normed(), r"1.weight is in the skeleton, but was not saved"),
+        (convolved(), r"2 was saved as low_rank_linear .*, but is Conv1d in the skeleton"),
+        (biased(), r"4 was saved as .*, but is linear 16 -> 10 with bias in the skeleton"),
+        (nn.Linear(10, 10), r"0 was saved as .*not in the skeleton; 2 was saved"),
+    ],
+)
+def test_a_skeleton_of_another_architecture_is_refused(
+    tmp_path: Path, small: nn.Module, skeleton: nn.Module, match: str
+) -> None:
+    save(small, tmp_path / "small")
+    refused(tmp_path / "small", skeleton, match)
+
+
+def test_a_skeleton_that_shares_what_was_saved_apart_is_refused(tmp_path: Path) -> None:
+    apart = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shared = nn.Sequential(nn.Linear(8, 8))
+    shared.append(shared[0])
+    save(apart, tmp_path / "apart")
+    refused(tmp_path / "apart", shared, r"1.weight and 0.weight were saved apart, but are one in the skeleton")
+    apart[1] = rw.compress(apart[1], rw.Budget(removed=0.8, of="prunable"))
+    save(apart, tmp_path / "forms")
+    refused(tmp_path / "forms", shared, r"1 was saved as low_rank_linear .*the same module as 0")
+
+
+def test_a_long_list_of_misfits_is_cut(tmp_path: Path) -> None:
+    save(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), tmp_path / "model")
+    refused(tmp_path / "model", nn.Sequential(*(nn.Linear(2, 3) for _ in range(9))), "; and 4 more. Build it")
+
+
+def test_buffers_that_nothing_fills_are_refused(tmp_path: Path) -> None:
+    save(Buffered(), tmp_path / "model")
+    with torch.device("meta"):
+        skeleton = Buffered()
+    with pytest.raises(rw.CheckpointError, match="kept_out is on the meta device and is not saved"):
+        load(tmp_path / "model", skeleton)
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    path = folder / "rankwise.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        (
+            {"version": 7, "rankwise": "9.1"},
+            "must be version 1 at most, but is version 7, written by rankwise 9.1. Upgrade",
+        ),
+        ({"format": "other"}, "must say that a rankwise model is here, but does not. Give a folder that"),
+        ({"version": "1"}, "must say that a rankwise model is here"),
+        ({"layers": {"0": {"kind": "lambda"}}}, "is damaged: a layer must be one of linear, low_rank_linear"),
+        ({"layers": {"0": {"kind": "linear", "inputs": -1, "outputs": 2, "bias": True}}}, "a linear must have inputs"),
+        ({"layers": {"0": {"kind": "linear", "inputs": 10}}}, "a linear must have inputs, outputs, bias"),
+        ({"layers": 3}, "rankwise.json must be as `rankwise.save` wrote it, but is damaged"),
+        ({"tensors": None}, "rankwise.json must be as `rankwise.save` wrote it, but is damaged"),
+        ({"tied": {"0.1.bias": "elsewhere"}}, "0.1.bias is in the skeleton, but was not saved"),
+    ],
+)
+def test_a_structure_that_is_not_ours_is_refused(
+    tmp_path: Path, small: nn.Module, changes: dict[str, Any], match: str
+) -> None:
+    save(small, tmp_path / "small")
+    edited(tmp_path / "small", **changes)
+    refused(tmp_path / "small", mlp(), match)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000])
+def test_a_structure_that_is_not_json_is_refused(tmp_path: Path, small: nn.Module, text: bytes) -> None:
+    save(small, tmp_path / "small")
+    (tmp_path / "small" / "rankwise.json").write_bytes(text)
+    refused(tmp_path / "small", mlp(), "is damaged|must say that a rankwise model is here")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, small: nn.Module) -> None:
+    refused(tmp_path / "nowhere", mlp(), "but .*nowhere has no rankwise.json. Give a folder")
+    save(small, tmp_path / "small")
+    (tmp_path / "small" / "model.safetensors").unlink()
+    refused(tmp_path / "small", mlp(), "must hold rankwise.json and model.safetensors, but .* has no model.safetensors")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, small: nn.Module, kept: int) -> None:
+    save(small, tmp_path / "small")
+    path = tmp_path / "small" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(tmp_path / "small", mlp(), "model.safetensors must be as .* but is damaged: .* Save the model again")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "small")
+    path = tmp_path / "small" / "model.safetensors"
+    tensors = load_file(path)
+    first = next(iter(tensors))
+    save_file({**tensors, first: tensors[first].half()}, path)
+    refused(tmp_path / "small", mlp(), f"damaged: {first} is .*float16.*, but rankwise.json says .*float32")
+    del tensors[first]
+    save_file(tensors, path)
+    refused(tmp_path / "small", mlp(), f"damaged: {first} is missing")
+
+
+def test_a_mask_that_keeps_another_number_of_inputs_is_refused(tmp_path: Path) -> None:
+    small = compact(mlp, features(), "np-l0")
+    selected = next(name for name, module in small.named_modules() if isinstance(module, SelectedLinear))
+    save(small, tmp_path / "small")
+    path = tmp_path / "small" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{selected}.kept"].fill_(True)
+    save_file(tensors, path)
+    refused(tmp_path / "small", mlp(), f"damaged: {selected} must keep")
+
+
+def test_a_head_tied_to_nothing_is_refused(tmp_path: Path) -> None:
+    build = Spec(back="low-rank").build
+    save(build(), tmp_path / "small")
+    layers = json.loads((tmp_path / "small" / "rankwise.json").read_text())["layers"]
+    layers["head"]["embedding"] = "front.7"
+    edited(tmp_path / "small", layers=layers)
+    refused(tmp_path / "small", build(), "head was saved as low_rank_head .*, but front.7 is not in the skeleton")

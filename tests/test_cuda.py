@@ -1,0 +1,54 @@
+"""The same promises on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Spec, batch
+from test_pruner import METHODS, PRUNING
+
+import rankwise as rw
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),
+]
+
+
+@pytest.mark.parametrize("moved", ["before", "after"])
+@pytest.mark.parametrize("method", PRUNING)
+def test_a_model_is_pruned_on_the_gpu(method: str, moved: str) -> None:
+    spec = Spec(num_words=40, width=16, back="tied", parts=("linear", "nested", "pair", "shared", "shared"))
+    model = spec.build()
+    budget = rw.Budget(removed=0.1 if method == "np-l0" else 0.5)
+    if moved == "before":
+        model.cuda()
+    pruner = rw.Pruner(model, budget, method, **METHODS[method])
+    model.cuda()
+    optimizer = torch.optim.Adam(pruner.weight_parameters(), lr=1e-2)
+    for step in range(10):
+        tokens = batch(spec, seed=step).cuda()
+        F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten()).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    small = pruner.compact().eval()
+    assert method == "agp" or rw.count(small) <= pruner.limit
+    tokens = batch(spec, seed=99).cuda()
+    want = model.eval()(tokens)
+    assert (small(tokens) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_step_synchronises_once() -> None:
+    model = Spec(width=16).build().cuda()
+    pruner = rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=100)
+    tokens = batch(Spec(width=16)).cuda()
+    for _ in range(3):
+        model(tokens).square().mean().backward()
+        pruner.step()
+    model(tokens).square().mean().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pruner.step()
+    waits = [e for e in profile.events() if e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
+    assert len(waits) <= 1
