@@ -574,3 +574,22 @@ def test_a_head_tied_to_nothing_is_refused(tmp_path: Path) -> None:
     layers["head"]["embedding"] = "front.7"
     edited(tmp_path / "small", layers=layers)
     refused(tmp_path / "small", build(), "head was saved as low_rank_head .*, but front.7 is not in the skeleton")
+
+
+@pytest.mark.parametrize(
+    "build, name, change",
+    [
+        (Spec(front="pair").build, "front", {"rank": 2**70}),
+        (Spec(front="pair").build, "front", {"rank": 2**62}),
+        (Spec().build, "front", {"padding_idx": 11}),
+        (mlp, "0", {"kind": "selected_linear", "kept": 11}),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(
+    tmp_path: Path, build: Callable[[], nn.Module], name: str, change: dict[str, Any]
+) -> None:
+    save(build(), tmp_path / "small")
+    layers = json.loads((tmp_path / "small" / "rankwise.json").read_text())["layers"]
+    layers[name].update(change)
+    edited(tmp_path / "small", layers=layers)
+    refused(tmp_path / "small", build(), f"{name}.* was saved as")

@@ -65,7 +65,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module) -> nn.Module:
     placed = _place(saved, slots, values)
 
     for slot in slots:
-        # not into the registry: recurrent layers keep a list of their weights beside it
+        # by attribute: in older versions of torch a recurrent layer lists its weights beside the registry
         setattr(slot.module, slot.key, placed[saved.stored_as(slot.name)])
     for module in list({id(module): module for _, module in walk(skeleton)}.values()):
         if id(module) in instead:
@@ -141,11 +141,14 @@ def _replacements(saved: Saved, skeleton: nn.Module) -> dict[int, nn.Module]:
     # heads come last: the embeddings they are tied to must be there
     for name, layer in sorted(saved.layers.items(), key=lambda item: isinstance(item[1], Head)):
         module = modules[name]
-        if id(module) not in instead and (isinstance(layer, Head) or layer_of(module) != layer):
+        if id(module) not in instead and layer_of(module) != layer:
             try:
                 instead[id(module)] = layer.build(next(module.parameters()), find)
             except CheckpointError as error:
                 misfits.append(f"{name or 'the model'} was saved as {layer}, but {error}")
+            # a damaged structure may ask for anything
+            except Exception:
+                misfits.append(f"{name or 'the model'} was saved as {layer}, but there can be no such layer")
     _refuse(misfits)
     return instead
 
