@@ -48,7 +48,7 @@ def test_a_step_synchronises_once() -> None:
         model(tokens).square().mean().backward()
         pruner.step()
     model(tokens).square().mean().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         pruner.step()
     waits = [e for e in profile.events() if e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
     assert len(waits) <= 1

@@ -23,6 +23,28 @@ from rankwise.core.matrices import GatedMatrix
 from rankwise.errors import RankwiseError
 
 
+class Layout:
+    """Where the components of each gate lie in one flat vector over all gates."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.total = sum(self.sizes)
+        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        widest = torch.arange(max(self.sizes, default=0))
+        rows = torch.tensor(self.starts).unsqueeze(1) + widest
+        # a row per gate, filled up with the index of a zero: sums in a fixed order on every device
+        self.rows = torch.where(widest < torch.tensor(self.sizes).unsqueeze(1), rows, self.total)
+
+    def sums(self, flat: Tensor) -> Tensor:
+        """The sum over each gate's components."""
+        self.rows = self.rows.to(flat.device)
+        return torch.cat([flat, flat.new_zeros(1)])[self.rows].sum(1)
+
+    def scatter(self, flat: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy each gate's part of a flat vector into `parts`."""
+        torch._foreach_copy_(parts, torch.split(flat, self.sizes))
+
+
 class Controller(State, ABC):
     """Moves the gates of `matrices` towards `limit` parameters.
 
@@ -49,6 +71,7 @@ class Controller(State, ABC):
         self.progress = progress
         self.rank_multiple = rank_multiple
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.layout = Layout([matrix.gate.num_components for matrix in matrices])
         self._step = 0
         self._drawn = self._standing = False
 
@@ -150,8 +173,8 @@ class Controller(State, ABC):
                 "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
                 "it, with the model in training mode."
             )
-        sizes = [gate.num_components for gate in self.gates]
-        parts = [self.steps.new_zeros(n, dtype=torch.float) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+        sized = zip(grads, self.layout.sizes, strict=True)
+        parts = [self.steps.new_zeros(size, dtype=torch.float) if grad is None else grad for grad, size in sized]
         flat = torch.cat(parts) / grad_scale
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(flat)
@@ -160,16 +183,13 @@ class Controller(State, ABC):
 
     def fill(self, z: Tensor) -> None:
         """Hand a flat vector of z to the gates, with the indices of the open components where they are few."""
-        sizes = [gate.num_components for gate in self.gates]
-        leaves = [gate.z for gate in self.gates]
-        torch._foreach_copy_(leaves, list(torch.split(z, sizes)))
+        self.layout.scatter(z, [gate.z for gate in self.gates if gate.z is not None])
         # the one synchronisation of a step
-        numbers = torch.stack([part.count_nonzero() for part in torch.split(z, sizes)]).tolist()
+        numbers = self.layout.sums((z != 0).long()).tolist()
         index = torch.nonzero_static(z, size=sum(numbers)).flatten()
-        start = 0
-        for gate, size, number, part in zip(self.gates, sizes, numbers, torch.split(index, numbers), strict=True):
-            gate.active = part - start if number <= FEW * size else None
-            start += size
+        parts = zip(self.gates, self.layout.sizes, self.layout.starts, torch.split(index, numbers), strict=True)
+        for gate, size, start, part in parts:
+            gate.active = part - start if len(part) <= FEW * size else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

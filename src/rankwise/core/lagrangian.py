@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rankwise.core.budget import Account, CostCurve
 from rankwise.core.choice import ranked_counts
-from rankwise.core.control import Controller
+from rankwise.core.control import Controller, Layout
 from rankwise.core.gates import HardConcrete, HardConcreteGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState
@@ -98,29 +98,20 @@ class ExpectedSize:
     its cost whether or not that cap holds, so that a full-rank start is no dead end.
     """
 
-    def __init__(self, curves: Sequence[CostCurve]) -> None:
-        sizes = [curve.num_components for curve in curves]
-        total, widest = sum(sizes), max(sizes, default=0)
-        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1]
-        index = starts.unsqueeze(1) + torch.arange(widest)
-        # rows of one matrix each, filled up with the index of a zero: sums in a fixed order on every device
-        self.index = torch.where(torch.arange(widest) < torch.tensor(sizes).unsqueeze(1), index, total)
+    def __init__(self, curves: Sequence[CostCurve], layout: Layout) -> None:
+        self.layout = layout
         self.costs = torch.tensor([curve.per_component for curve in curves], dtype=torch.float64)
         self.caps = torch.tensor([curve.cap for curve in curves], dtype=torch.float64)
-        self.component_costs = self.costs.repeat_interleave(torch.tensor(sizes))
-
-    def to(self, device: torch.device) -> None:
-        for name, tensor in list(vars(self).items()):
-            setattr(self, name, tensor.to(device))
+        self.component_costs = self.costs.repeat_interleave(torch.tensor(layout.sizes))
 
     def __call__(self, open_probability: Tensor) -> Tensor:
-        if self.index.device != open_probability.device:
-            self.to(open_probability.device)
+        device = open_probability.device
+        self.costs, self.caps = self.costs.to(device), self.caps.to(device)
+        self.component_costs = self.component_costs.to(device)
         p = open_probability.double()
         uncapped = (self.component_costs * p).sum()
         with torch.no_grad():
-            ranks = torch.cat([p, p.new_zeros(1)])[self.index].sum(1)
-            value = torch.minimum(ranks * self.costs, self.caps).sum()
+            value = torch.minimum(self.layout.sums(p) * self.costs, self.caps).sum()
         return uncapped + (value - uncapped).detach()
 
 
@@ -146,9 +137,8 @@ class LagrangianController(Controller):
         self.settings = settings
         self.seed = seed
         self.distribution = settings.distribution
-        self.size_of = ExpectedSize(account.curves)
-        self.sizes = [gate.num_components for gate in self.gates]
-        self.register_buffer("moments", AdamState.zeros(sum(self.sizes)))
+        self.size_of = ExpectedSize(account.curves, self.layout)
+        self.register_buffer("moments", AdamState.zeros(self.layout.total))
         self.register_buffer("multipliers", torch.zeros(2))
         self.register_buffer("multiplier_moments", AdamState.zeros(2))
 
@@ -168,7 +158,7 @@ class LagrangianController(Controller):
         """The uniform noise of this step: a function of seed and step alone, so every rank and every resumed run agrees."""
         device = self.moments.device
         generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self.step)
-        return torch.rand(self.moments.shape[1], generator=generator, device=device)
+        return torch.rand(self.layout.total, generator=generator, device=device)
 
     def gap(self, alpha: Tensor) -> Tensor:
         """s - t as a fraction of the prunable parameters, differentiable in alpha."""
@@ -220,8 +210,7 @@ class LagrangianController(Controller):
             alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())
-            for gate, part in zip(self.gates, torch.split(alpha, self.sizes), strict=True):
-                gate.alpha.copy_(part)
+            self.layout.scatter(alpha, [gate.alpha for gate in self.gates])
             # ascent: the gradients of the penalty with respect to the multipliers are the gap and its square
             ascent = AdamState.direction(self.multiplier_moments, torch.stack([gap, gap**2]).float(), self.step + 1)
             self.multipliers += self.settings.multiplier_lr * ascent

@@ -88,9 +88,7 @@ class MagnitudeController(Controller):
         if self.step < self.settings.anneal_steps:
             grad += self.settings.l1 * diagonal.sign()
         diagonal -= self.settings.diagonal_lr * AdamState.direction(self.moments, grad, self.step + 1)
-        sizes = [gate.num_components for gate in self.gates]
-        for gate, part in zip(self.gates, torch.split(diagonal, sizes), strict=True):
-            gate.diagonal.copy_(part)
+        self.layout.scatter(diagonal, [gate.diagonal for gate in self.gates])
 
     def _moves(self) -> bool:
         """Whether the mask is chosen anew at this step: now and then along the ramp, and at its end."""
