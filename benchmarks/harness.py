@@ -1,4 +1,4 @@
-"""Timing and book-keeping that all benchmarks share: medians with spread, one CSV, hardware and versions in every row."""
+"""What all benchmarks share: medians with spread, one CSV, hardware and versions in every row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ import torch
 import rankwise
 
 RESULTS = Path(__file__).parent / "results.csv"
-COLUMNS = "date benchmark case value unit p20 p80 repeats goal hardware threads torch rankwise commit".split()
+COLUMNS = [
+    "date",
+    "benchmark",
+    "case",
+    "value",
+    "unit",
+    "p20",
+    "p80",
+    "repeats",
+    "goal",
+    "hardware",
+    "threads",
+    "torch",
+    "rankwise",
+    "commit",
+]
 
 
 def seconds(function: Callable[[], object], repeats: int) -> list[float]:
@@ -60,7 +75,7 @@ def record(benchmark: str, case: str, values: list[float], unit: str, goal: str 
     """Append the median of `values`, with its spread, to results.csv, and print it."""
     ordered = sorted(values)
     p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-    row = dict(
+    row: dict[str, object] = dict(  # noqa: C408
         date=date.today().isoformat(),
         benchmark=benchmark,
         case=case,
@@ -90,7 +105,11 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -2,8 +2,8 @@
 
 A toy on which the published recipe stalls: a language model of 8 characters of context on the first bytes of enwik8 (or
 any file), two factorized layers with 128 components in all, trained from scratch for 4,000 steps while the target falls
-over 1,500. Every target x gate learning rate x multiplier learning rate x seed is one run of the library itself. Prints,
-for each recipe, how many runs end with the expected size within a point of the target, and how many bits per character
+over 1,500. Every target x gate learning rate x multiplier learning rate x seed is one run of the library. Prints, for
+each recipe, how many runs end with the expected size within a point of the target, and how many bits per character
 the exported models lose against the best setting of any recipe at that target.
 """
 
@@ -27,7 +27,7 @@ import rankwise as rw
 
 STEPS, RAMP, BATCH, CONTEXT = 4000, 1500, 128, 8
 TARGETS, GATE_LRS, MULTIPLIER_LRS = (0.5, 0.8, 0.9), (1e-2, 3e-2, 1e-1), (1e-3, 1e-2, 1e-1)
-COLUMNS = "recipe target gate_lr multiplier_lr seed expected exported bits".split()
+COLUMNS = ["recipe", "target", "gate_lr", "multiplier_lr", "seed", "expected", "exported", "bits"]
 
 
 class Toy(nn.Module):

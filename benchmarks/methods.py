@@ -1,8 +1,9 @@
 """All methods from one trained base, at equal training: `python benchmarks/methods.py ENWIK8 OUT.json [options]`.
 
-A character transformer (6 x 512, 19M parameters) is trained on enwik8; then every method prunes a copy of it to the same
-size in the same number of further steps, next to a dense control that trains on for as many. Prints bits per character
-on validation text. Needs a GPU; on a CPU use `--tiny` to see that it runs.
+A character transformer (6 x 512, 19M parameters) is trained on enwik8; then every method prunes a copy of it to the
+same size in the same number of further steps, next to a dense control that trains on for as many. Prints bits per
+character on validation text. Wants a GPU; `--tiny` shows on a CPU that it runs. `--only` takes some rows, so that
+several processes can share the work from one `--base` checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -74,7 +76,9 @@ class Runner:
 
     def windows(self, step: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(step)
-        starts = torch.randint(0, len(self.train_text) - LENGTH, (self.batch, 1), generator=generator, device=self.device)
+        starts = torch.randint(
+            0, len(self.train_text) - LENGTH, (self.batch, 1), generator=generator, device=self.device
+        )
         return self.train_text[starts + torch.arange(LENGTH + 1, device=self.device)].long()
 
     def loss(self, model: nn.Module, window: Tensor) -> Tensor:
@@ -111,21 +115,57 @@ class Runner:
 
 
 def cases(steps: int) -> dict[str, dict[str, Any]]:
-    """The rows of the table, most telling first."""
-    ramp = {"anneal_steps": int(0.4 * steps)}
+    """The rows of the table: arguments of the pruner."""
+    ramp = {"anneal_steps": steps // 4}
     return {
         "flop-l0": {"method": "flop-l0", **ramp},
-        "fac (svd)": {"method": "fac"},
-        "flop-l0, published recipe": {"method": "flop-l0", "recipe": "published", "gate_lr": 1e-2, **ramp},
+        "fac": {"method": "fac"},
         "flop-agp": {"method": "flop-agp", **ramp},
         "agp (non-zeros)": {"method": "agp", **ramp},
         "np-l0": {"method": "np-l0", **ramp},
-        "fac (random)": {"method": "fac", "init": "random"},
-        "flop-l0, ramp 25%": {"method": "flop-l0", "anneal_steps": steps // 4},
-        "flop-l0, ramp 60%": {"method": "flop-l0", "anneal_steps": int(0.6 * steps)},
-        "flop-l0, P(open) .999": {"method": "flop-l0", "open_probability": 0.999, **ramp},
-        "flop-l0, seed 1": {"method": "flop-l0", "seed": 1, **ramp},
-        "fac (svd), seed 1": {"method": "fac", "seed": 1},
+        "flop-l0, published recipe": {"method": "flop-l0", "recipe": "published", "gate_lr": 1e-2, **ramp},
+        "flop-l0, ramp 10%": {"method": "flop-l0", "anneal_steps": steps // 10},
+        "flop-l0, ramp 40%": {"method": "flop-l0", "anneal_steps": int(0.4 * steps)},
+        "one-shot svd, then trained": {"method": "svd"},
+    }
+
+
+class Table:
+    """Rows as they come, on the terminal and in a file."""
+
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self.path = path
+        self.options = {name: str(value) for name, value in vars(options).items()}
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        print(f"{row['name']:<28}{row['params']:>12,}{row['bits']:>8.4f} bits{row['seconds']:>8.1f} s", flush=True)
+        self.path.write_text(json.dumps({"options": self.options, "rows": self.rows}, indent=1) + "\n")
+
+
+def prune(runner: Runner, base: nn.Module, case: dict[str, Any], removed: float, steps: int) -> dict[str, Any]:
+    """One row: a copy of the base, pruned in `steps` further steps."""
+    model = copy.deepcopy(base)
+    # the paper's convention: attention and feed-forward matrices are pruned, embeddings are not counted
+    plan = rw.find_plan(model, exclude=["words", "positions", "head"])
+    pruner = rw.Pruner(model, rw.Budget(removed=removed, of="prunable"), plan=plan, **case)
+    with torch.no_grad():
+        after_gating = float(runner.loss(model.train(), runner.windows(0))) / math.log(2)
+    if case["method"] == "svd":
+        small = pruner.compact()
+        seconds = runner.train(small, steps, 5e-4, seed=1)
+    else:
+        seconds = runner.train(model, steps, 5e-4, pruner, seed=1)
+        small = pruner.compact()
+    size = pruner.size()
+    return {
+        "params": size.exported,
+        "bits": runner.bits(small),
+        "seconds": seconds,
+        "expected_removed": (size.dense - size.expected) / size.prunable,
+        "bits_after_gating": after_gating,
+        "ranks": pruner.ranks(),
     }
 
 
@@ -133,55 +173,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--base", type=Path, help="a checkpoint of the base: read if it exists, else written")
+    parser.add_argument("--only", nargs="+", help="names of rows; 'control' is the dense control")
     parser.add_argument("--removed", type=float, default=0.8)
-    parser.add_argument("--base-steps", type=int, default=6000)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--seconds", type=float, default=500, help="start no new row after this many seconds")
+    parser.add_argument("--base-steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    begun = time.perf_counter()
     torch.manual_seed(0)
     runner = Runner(options.data, 8 if options.tiny else BATCH)
     base = (Characters(2, 64) if options.tiny else Characters(6, 512)).to(runner.device)
-    rows: list[dict[str, Any]] = []
-
-    def note(**row: Any) -> None:
-        rows.append(row)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, "rows": rows}, indent=1))
-
-    seconds = runner.train(base, options.base_steps, 1e-3)
-    note(name="base", params=rw.count(base), bits=runner.bits(base), seconds=seconds)
-    control = copy.deepcopy(base)
-    seconds = runner.train(control, options.steps, 5e-4, seed=1)
-    note(name="dense control", params=rw.count(control), bits=runner.bits(control), seconds=seconds)
+    table = Table(options.out, options)
+    if options.base is not None and options.base.exists():
+        load_model(base, options.base)
+    else:
+        seconds = runner.train(base, options.base_steps, 1e-3)
+        table.add(name="base", params=rw.count(base), bits=runner.bits(base), seconds=seconds)
+        if options.base is not None:
+            save_model(base, str(options.base))
+    if options.only is None or "control" in options.only:
+        control = copy.deepcopy(base)
+        seconds = runner.train(control, options.steps, 5e-4, seed=1)
+        table.add(name="control", params=rw.count(control), bits=runner.bits(control), seconds=seconds)
     for name, case in cases(options.steps).items():
-        if time.perf_counter() - begun > options.seconds:
-            print("no time left for", name)
-            continue
-        case = dict(case)
-        seed = case.pop("seed", 0)
-        model = copy.deepcopy(base)
-        # the paper's convention: attention and feed-forward matrices are pruned, embeddings are not counted
-        plan = rw.find_plan(model, exclude=["words", "positions", "head"])
-        pruner = rw.Pruner(model, rw.Budget(removed=options.removed, of="prunable"), plan=plan, seed=seed, **case)
-        with torch.no_grad():
-            start_bits = float(runner.loss(model.train(), runner.windows(0))) / math.log(2)
-        seconds = runner.train(model, options.steps, 5e-4, pruner, seed=1 + seed)
-        size, small = pruner.size(), pruner.compact()
-        note(
-            name=name,
-            params=size.exported,
-            bits=runner.bits(small),
-            seconds=seconds,
-            expected_removed=(size.dense - size.expected) / size.prunable,
-            bits_after_gating=start_bits,
-            ranks=pruner.ranks(),
-        )
-        del model, pruner, small
-    print(f"\n{'':<28}{'parameters':>12}{'bits':>8}{'seconds':>9}")
-    for row in rows:
-        print(f"{row['name']:<28}{row['params']:>12,}{row['bits']:>8.4f}{row['seconds']:>9.1f}")
+        if options.only is None or name in options.only:
+            table.add(name=name, **prune(runner, base, case, options.removed, options.steps))
 
 
 if __name__ == "__main__":

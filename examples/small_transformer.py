@@ -55,9 +55,7 @@ class Block(nn.Module):
 class CharTransformer(nn.Module):
     """A causal language model over characters; embedding and head share one matrix."""
 
-    def __init__(
-        self, num_characters: int, width: int = 128, num_heads: int = 4, num_blocks: int = 2
-    ) -> None:
+    def __init__(self, num_characters: int, width: int = 128, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_characters, width)
         self.positions_TD = nn.Parameter(torch.zeros(CONTEXT, width))

@@ -120,7 +120,9 @@ def test_a_compact_model_gives_the_gated_models_outputs(spec: Spec, method: str,
 @pytest.mark.parametrize("method", PRUNING)
 @pytest.mark.parametrize("back", ["untied", "tied", "bias-tied", "low-rank"])
 def test_a_compact_model_is_made_of_plain_modules(method: str, back: Any) -> None:
-    spec = Spec(width=16, num_words=40, back=back, parts=("linear", "nested", "pair", "shared", "shared", "conv1d", "norm"))
+    spec = Spec(
+        width=16, num_words=40, back=back, parts=("linear", "nested", "pair", "shared", "shared", "conv1d", "norm")
+    )
     removed = 0.2 if method == "np-l0" else 0.6
     _, pruner = pruned(spec, method, rw.Budget(removed=removed))
     for module in pruner.compact().modules():
@@ -188,7 +190,7 @@ def test_compact_leaves_the_gated_model_as_it_is(method: str) -> None:
 @pytest.mark.parametrize("method", LEARNED)
 def test_one_run_gives_many_sizes(method: str) -> None:
     spec = Spec(width=12, num_words=20)
-    model, pruner = pruned(spec, method, rw.Budget(removed=0.4))
+    _, pruner = pruned(spec, method, rw.Budget(removed=0.4))
     sizes = []
     for removed in (0.2, 0.4, 0.45):
         small = pruner.compact(rw.Budget(removed=removed))

@@ -1,6 +1,6 @@
 """rankwise makes a language model as small as you ask.
 
-    pruner = rankwise.Pruner(model, rankwise.Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
+pruner = rankwise.Pruner(model, rankwise.Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
 """
 
 from rankwise.adapters.generic import find_plan as find_plan
@@ -9,6 +9,8 @@ from rankwise.core.budget import Budget as Budget
 from rankwise.core.budget import SizeReport as SizeReport
 from rankwise.core.budget import count as count
 from rankwise.core.plan import Plan as Plan
+from rankwise.deploy.load import load as load
+from rankwise.deploy.save import save as save
 from rankwise.errors import BudgetError as BudgetError
 from rankwise.errors import CheckpointError as CheckpointError
 from rankwise.errors import DataError as DataError

@@ -47,16 +47,9 @@ class SelectedLinear(nn.Module):
         self.register_buffer("kept", kept_I)
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        return F.linear(x_BI.index_select(-1, self._index()), self.weight, self.bias)
-
-    def _index(self) -> Tensor:
-        # cached per storage: a mask that is loaded or moved makes a new index
-        key = (self.kept.data_ptr(), self.kept._version, self.kept.device)
-        cached: tuple[object, Tensor] | None = self.__dict__.get("_cached_index")
-        if cached is None or cached[0] != key:
-            cached = (key, self.kept.nonzero().flatten())
-            self.__dict__["_cached_index"] = cached
-        return cached[1]
+        # the number is known, so this neither waits for a GPU nor makes a shape that depends on data
+        index_K = torch.nonzero_static(self.kept, size=self.weight.shape[1]).flatten()
+        return F.linear(x_BI.index_select(-1, index_K), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.kept.numel()}, kept={self.weight.shape[1]}, out_features={self.weight.shape[0]}"

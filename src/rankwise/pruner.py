@@ -1,10 +1,10 @@
 """The pruner: the one object a training loop meets.
 
-    pruner = Pruner(model, Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
-    ...
-    loss.backward(); optimizer.step(); pruner.step(); optimizer.zero_grad()
-    ...
-    small = pruner.compact()
+pruner = Pruner(model, Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
+...
+loss.backward(); optimizer.step(); pruner.step(); optimizer.zero_grad()
+...
+small = pruner.compact()
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from rankwise.core.budget import Account, Budget, SizeReport, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
-from rankwise.core.plan import LeftOut, Plan, Site, check, source
+from rankwise.core.plan import LeftOut, Plan, check, check_weights, source
 from rankwise.core.surgery import install
 from rankwise.errors import BudgetError, PlanError, RankwiseError
-from rankwise.methods import Method, make_method
+from rankwise.methods import make_method
+from rankwise.methods.base import Method
 
 Init = Literal["svd", "whitened", "random"]
 
@@ -65,7 +66,8 @@ class Pruner:
         if isinstance(method, Method) and settings:
             raise TypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
         self.method = method if isinstance(method, Method) else make_method(method, **settings)
-        self.plan = _planned(model, plan, self.method)
+        self.plan = planned(model, plan, self.method)
+        check_weights(model, self.plan)
         trained = init != "random"
 
         account = account_of(model, self.plan, self.method, budget, trained=trained)
@@ -73,6 +75,7 @@ class Pruner:
         self.account = self.method.allot(account, self.limit, rank_multiple)
         factors = _factorizer(init, model, self.plan, calibration, seed)
         matrices = []
+        # one site at a time, its dense weight freed before the next: a large model need not fit twice
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
             found = source(model, site)
             gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
@@ -154,13 +157,18 @@ def account_of(model: nn.Module, plan: Plan, method: Method, budget: Budget, *, 
     """The books of a model under a plan."""
     itemsize, dtypes = 4, {p.dtype for p in model.parameters()}
     if budget.megabytes is not None:
+        if method.counts_nonzeros:
+            raise BudgetError(
+                f"{method.name} keeps the shape of its matrices, so it cannot meet a budget in `megabytes`. "
+                "Ask for non-zero weights with `params` or `removed`, or choose another method."
+            )
         if budget.dtype is None and len({dtype.itemsize for dtype in dtypes}) > 1:
             raise BudgetError(
                 "`megabytes` needs one export dtype, but the model's parameters are of "
                 f"{', '.join(sorted(map(str, dtypes)))}. Pass `dtype`, as in Budget(megabytes=16, dtype=torch.float16)."
             )
         itemsize = (budget.dtype or next(iter(dtypes))).itemsize
-    saved = {name for name in model.state_dict()}
+    saved = set(model.state_dict())
     buffers = sum(_saved_bytes(b, budget) for name, b in model.named_buffers() if name in saved)
     overhead = sum(method.overhead_bytes(site) for site in plan.sites)
     curves = tuple(method.curve(site, trained=trained) for site in plan.sites)
@@ -172,7 +180,7 @@ def _saved_bytes(buffer: Tensor, budget: Budget) -> int:
     return buffer.numel() * dtype.itemsize
 
 
-def _planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
+def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     """The plan with what the method refuses left out; refuses a plan that leaves nothing."""
     plan = find_plan(model) if plan is None else plan
     if method.splits_pairs:

@@ -29,7 +29,7 @@ def test_each_unit_resolves_to_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ({}, "exactly one of .* but got none"),
         ({"params": 5, "removed": 0.5}, "exactly one of .* but got `params` and `removed`"),

@@ -17,7 +17,7 @@ def product(factors) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_full_rank_svd_is_the_matrix(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     weight = torch.randn(shape, dtype=dtype)
     assert (product(svd(weight)) - weight).norm() <= tolerance * weight.norm()

@@ -150,7 +150,9 @@ def test_rank_zero_gives_the_bias_alone() -> None:
 
 
 def test_autocast_reaches_both_products() -> None:
-    matrix = FactorizedMatrix(nn.Parameter(torch.randn(OUT, RANK)), nn.Parameter(torch.randn(RANK, IN)), HardConcreteGate(RANK))
+    matrix = FactorizedMatrix(
+        nn.Parameter(torch.randn(OUT, RANK)), nn.Parameter(torch.randn(RANK, IN)), HardConcreteGate(RANK)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         out = GatedLinear(matrix, None)(torch.randn(2, IN))
     assert out.dtype == torch.bfloat16

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -118,7 +118,7 @@ def _readers(model: nn.Module) -> dict[int, str]:
     """Modules whose weight another module reads when it runs, by identity, and the class that does."""
     found: dict[int, str] = {}
     for module in model.modules():
-        for path in _weights_read_by(type(module)):
+        for path in _weights_read_by(type(module)):  # type: ignore[arg-type]
             try:
                 found[id(module.get_submodule(path))] = type(module).__name__
             except AttributeError:
@@ -126,7 +126,7 @@ def _readers(model: nn.Module) -> dict[int, str]:
     return found
 
 
-@lru_cache(maxsize=256)
+@cache
 def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
     """The x of every `self.x.weight` or `self.x.bias` in the code that a class runs after it is built."""
     found: set[str] = set()
@@ -192,7 +192,7 @@ def _site(module: nn.Module, uses: tuple[Use, ...]) -> Site:
     if kind == "embedding-pair":
         words, projection = pair(module)
         return Site(uses, (words.weight.shape[0], projection.weight.shape[0]), words.weight.shape[1])
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return Site(uses, (columns, rows) if kind == "conv1d" else (rows, columns))
 
 
@@ -210,7 +210,13 @@ def split_pairs(plan: Plan) -> Plan:
         name, rank = site.name, site.pair_rank
         (rows, columns), prefix = site.shape, f"{name}." if name else ""
         if site.has_embedding:
-            sites += [Site((Use(prefix + "0", "embedding"),), (rows, rank)), Site((Use(prefix + "1", "linear"),), (columns, rank))]
+            sites += [
+                Site((Use(prefix + "0", "embedding"),), (rows, rank)),
+                Site((Use(prefix + "1", "linear"),), (columns, rank)),
+            ]
         else:
-            sites += [Site((Use(prefix + "0", "linear"),), (rank, columns)), Site((Use(prefix + "1", "linear"),), (rows, rank))]
+            sites += [
+                Site((Use(prefix + "0", "linear"),), (rank, columns)),
+                Site((Use(prefix + "1", "linear"),), (rows, rank)),
+            ]
     return Plan(tuple(sites), plan.left_out)

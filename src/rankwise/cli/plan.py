@@ -120,9 +120,9 @@ def look_ahead(
     from rankwise.core.choice import uniform_counts
     from rankwise.methods.gatings import MagnitudeGates, UniformRanks
     from rankwise.methods.representations import InputFeatures, SingleWeights
-    from rankwise.pruner import _planned, account_of
+    from rankwise.pruner import account_of, planned
 
-    found = _planned(model, find_plan(model, include, exclude), method)
+    found = planned(model, find_plan(model, include, exclude), method)
     account = account_of(model, found, method, budget or Budget(params=count(model)), trained=True)
     limit = budget.resolve(account) if budget is not None else None
     counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None

@@ -96,7 +96,11 @@ class Budget:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
         if name == "removed" and not 0 < value < 1:
-            hint = f" Did you mean removed={value / 100:g}?" if 1 < value < 100 else " Example: removed=0.8 keeps a fifth."
+            hint = (
+                f" Did you mean removed={value / 100:g}?"
+                if 5 <= value < 100
+                else " Example: removed=0.8 keeps a fifth."
+            )
             raise BudgetError(f"`removed` must be a fraction in (0, 1), but is {value} instead.{hint}")
         if name != "removed" and not (math.isfinite(value) and value > 0):
             raise BudgetError(f"`{name}` must be positive and finite, but is {value} instead.")
@@ -169,7 +173,12 @@ class SizeReport:
 
     def __str__(self) -> str:
         unit = "non-zero parameters (the matrices keep their shape)" if self.nonzeros else "parameters"
-        rows = [("dense", self.dense), ("budget", self.budget), ("expected", self.expected), ("exported", self.exported)]
+        rows = [
+            ("dense", self.dense),
+            ("budget", self.budget),
+            ("expected", self.expected),
+            ("exported", self.exported),
+        ]
         lines = [f"{name:<9}{value:>16,.0f}  {1 - value / self.dense:7.2%} removed" for name, value in rows]
         lines.append(f"in {unit}; {self.prunable:,} can be pruned, {self.removed_of_prunable:.2%} of them are removed")
         return "\n".join(lines)

@@ -29,7 +29,8 @@ def second_moments(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> dict
     try:
         model.eval()
         with torch.no_grad():
-            for number, batch in enumerate(batches, 1):
+            for batch in batches:
+                number += 1
                 _call(model, batch)
     finally:
         model.train(training)

@@ -42,7 +42,7 @@ class Layout:
 
     def scatter(self, flat: Tensor, parts: Sequence[Tensor]) -> None:
         """Copy each gate's part of a flat vector into `parts`."""
-        torch._foreach_copy_(parts, torch.split(flat, self.sizes))
+        torch._foreach_copy_(list(parts), torch.split(flat, self.sizes))
 
 
 class Controller(State, ABC):

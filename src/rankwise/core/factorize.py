@@ -48,7 +48,7 @@ def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
     sigma = (mean_square / max(rank, 1)) ** 0.25
 
     def draw(*shape: int) -> Tensor:
-        noise = torch.randn(*shape, generator=generator, dtype=torch.float32)
+        noise: Tensor = torch.randn(*shape, generator=generator, dtype=torch.float32)
         return (noise * sigma).to(weight_OI.device, weight_OI.dtype)
 
     p_OR, q_RI = draw(out_features, rank), draw(rank, in_features)

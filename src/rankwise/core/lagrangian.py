@@ -72,8 +72,8 @@ class Lagrangian:
         self.distribution.alpha(self.open_probability)
         if self.alpha_lr * self.anneal_steps < LEAST_TRAVEL:
             warnings.warn(
-                f"gates cannot decide: `gate_lr` ({self.alpha_lr:g}) times `anneal_steps` ({self.anneal_steps}) should be "
-                f"at least {LEAST_TRAVEL:g}. Raise one of them, or leave `gate_lr` out.",
+                f"gates cannot decide: `gate_lr` ({self.alpha_lr:g}) times `anneal_steps` ({self.anneal_steps}) should "
+                f"be at least {LEAST_TRAVEL:g}. Raise one of them, or leave `gate_lr` out.",
                 stacklevel=4,
             )
 
@@ -155,7 +155,7 @@ class LagrangianController(Controller):
         return torch.cat([gate.alpha for gate in self.gates])
 
     def noise(self) -> Tensor:
-        """The uniform noise of this step: a function of seed and step alone, so every rank and every resumed run agrees."""
+        """The uniform noise of this step: a function of seed and step alone, so all ranks and resumed runs agree."""
         device = self.moments.device
         generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self.step)
         return torch.rand(self.layout.total, generator=generator, device=device)

@@ -47,7 +47,13 @@ class MagnitudeController(Controller):
     moments: Tensor
 
     def __init__(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, settings: GradualPruning, *, rank_multiple: int = 1
+        self,
+        matrices: Sequence[GatedMatrix],
+        account: Account,
+        limit: int,
+        settings: GradualPruning,
+        *,
+        rank_multiple: int = 1,
     ) -> None:
         progress = partial(cubic, num_steps=settings.anneal_steps)
         super().__init__(matrices, account, limit, progress, rank_multiple=rank_multiple)

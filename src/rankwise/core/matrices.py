@@ -89,7 +89,7 @@ class FactorizedMatrix(GatedMatrix):
 
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
         z_R, active = self.gate()
-        q_RI = self.q
+        q_RI: Tensor = self.q
         h_BR = F.embedding(index_B, self.p, padding_idx)
         if active is not None:
             h_BR, q_RI = h_BR.index_select(-1, active), q_RI.index_select(0, active)
@@ -101,7 +101,8 @@ class FactorizedMatrix(GatedMatrix):
         return _scale(self.p, z_R) @ self.q
 
     def magnitudes(self) -> Tensor:
-        return self.p.detach().float().norm(dim=0) * self.q.detach().float().norm(dim=1)
+        p, q = self.p.detach().float(), self.q.detach().float()
+        return torch.linalg.vector_norm(p, dim=0) * torch.linalg.vector_norm(q, dim=1)
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         p, q = self.p.detach().index_select(1, kept), self.q.detach().index_select(0, kept)
@@ -132,7 +133,7 @@ class InputGatedMatrix(GatedMatrix):
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         z_I, active = self.gate()
-        w_OI = self.w
+        w_OI: Tensor = self.w
         if active is not None:
             x_BI, w_OI = x_BI.index_select(-1, active), w_OI.index_select(1, active)
             z_I = None if z_I is None else z_I.index_select(0, active)
@@ -145,7 +146,7 @@ class InputGatedMatrix(GatedMatrix):
         return _scale(self.w, self.gate().z)
 
     def magnitudes(self) -> Tensor:
-        return self.w.detach().float().norm(dim=0)
+        return torch.linalg.vector_norm(self.w.detach().float(), dim=0)
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()
@@ -180,7 +181,7 @@ class MaskedMatrix(GatedMatrix):
         return self.w if z is None else _scale(self.w, z.view(self.shape))
 
     def magnitudes(self) -> Tensor:
-        return self.w.detach().float().abs().flatten()
+        return torch.abs(self.w.detach().float()).flatten()
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()
@@ -211,4 +212,3 @@ def _scale(x: Tensor, z: Tensor | None) -> Tensor:
 def _like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the compact model, trainable as the gated one was."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), parameter.requires_grad)
-

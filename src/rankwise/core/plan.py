@@ -90,8 +90,8 @@ class Source:
     """The parameters of a site as the model holds them: one matrix, or the two of a pair."""
 
     weight_OI: Tensor | None
-    p_OR: nn.Parameter | None = None
-    q_RI: nn.Parameter | None = None
+    p_OR: Tensor | None = None
+    q_RI: Tensor | None = None
     requires_grad: bool = True
 
     @property
@@ -150,7 +150,7 @@ def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
 
 
 def check(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that does not fit the model, or weights that cannot be factorized; changes nothing."""
+    """Refuse a plan that does not fit the model; changes nothing."""
     if not plan.sites:
         reasons = "".join(f"\n  {item.name}: {item.reason}" for item in plan.left_out[:8])
         raise PlanError(
@@ -161,11 +161,16 @@ def check(model: nn.Module, plan: Plan) -> None:
         found = source(model, site)
         shape = found.shape
         if shape != site.shape:
-            raise PlanError(f"{site}: the plan says {site.shape}, but the model has {shape}. Make the plan from this model.")
-        for tensor in found.tensors:
+            raise PlanError(f"{site}: must be {site.shape} by the plan, but is {shape}. Make the plan from this model.")
+
+
+def check_weights(model: nn.Module, plan: Plan) -> None:
+    """Refuse weights that cannot be factorized; changes nothing."""
+    for site in plan.sites:
+        for tensor in source(model, site).tensors:
             if tensor.is_meta:
                 raise PlanError(f"{site}: weights must hold data, but are on the meta device. Load the model first.")
             if not tensor.is_floating_point():
                 raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
             if not torch.isfinite(tensor).all():
-                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude this module.")
+                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude them.")

@@ -28,7 +28,7 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
 def become(module: nn.Module, other: nn.Module) -> None:
     """Turn `module` into `other`, keeping its identity, its mode and its hooks."""
     other.train(module.training)
-    kept = {name: value for name, value in module.__dict__.items() if name.endswith("_hooks")}
+    kept = {name: value for name, value in module.__dict__.items() if "_hooks" in name}
     module.__class__ = other.__class__
     module.__dict__ = {**other.__dict__, **kept}
 

@@ -21,17 +21,17 @@ METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, F
 def make_method(name: str, **settings: object) -> Method:
     """The method of that name with these settings."""
     if name not in METHODS:
-        raise RankwiseError(f"`method` must be one of {', '.join(METHODS)}, but is {name!r} instead.{_nearest(name, METHODS)}")
+        names = ", ".join(METHODS)
+        raise RankwiseError(f"`method` must be one of {names}, but is {name!r} instead.{_nearest(name, METHODS)}")
     cls = METHODS[name]
     known = {field.name for field in dataclasses.fields(cls)}
     for setting in settings:
         if setting not in known:
-            raise TypeError(
-                f"{name} has no setting `{setting}`.{_nearest(setting, known)} It takes: {', '.join(sorted(known)) or 'none'}."
-            )
+            takes = ", ".join(sorted(known)) or "none"
+            raise TypeError(f"{name} has no setting `{setting}`.{_nearest(setting, known)} It takes: {takes}.")
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in settings and _required(f)]
     if missing:
-        raise TypeError(f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, method={name!r}, {missing[0]}=1000).")
+        raise TypeError(f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, {name!r}, {missing[0]}=1000).")
     return cls(**settings)
 
 

@@ -70,7 +70,7 @@ class Method(ABC):
 def factors(site: Site, source: Source, rank: int, factorize: Factorize) -> tuple[nn.Parameter, nn.Parameter]:
     """P and Q of a site: those the model holds, or new ones."""
     if source.p_OR is not None and source.q_RI is not None and site.pair_rank == rank:
-        return source.p_OR, source.q_RI
+        return as_parameter(source.p_OR), as_parameter(source.q_RI)
     made = factorize(site, dense_weight(source), rank)
     return nn.Parameter(made.p_OR, source.requires_grad), nn.Parameter(made.q_RI, source.requires_grad)
 
@@ -81,3 +81,10 @@ def dense_weight(source: Source) -> Tensor:
         return source.weight_OI.detach()
     assert source.p_OR is not None and source.q_RI is not None
     return source.p_OR.detach() @ source.q_RI.detach()
+
+
+def as_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """The model's own parameter where it is one, so that what holds it keeps it; else a new one."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach().contiguous(), requires_grad)

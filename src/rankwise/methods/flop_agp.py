@@ -1,4 +1,4 @@
-"""FLOP-AGP: rank-1 components, pruned gradually by the magnitude of a learned diagonal.  Paper: section 5 "Baselines"."""
+"""FLOP-AGP: rank-1 components, pruned gradually by a learned diagonal.  Paper: section 5 "Baselines"."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.core.budget import CostCurve
 from rankwise.core.factorize import same_size_rank
@@ -20,7 +20,7 @@ from rankwise.core.matrices import (
     masked_curve,
 )
 from rankwise.core.plan import Site, Source
-from rankwise.methods.base import Factorize, Method, factors
+from rankwise.methods.base import Factorize, Method, as_parameter, factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class InputFeatures(Method):
 
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
         if site.pair_rank is None:
-            return InputGatedMatrix(_parameter(source), gate)
+            return InputGatedMatrix(_weight(source), gate)
         p, q = factors(site, source, gate.num_components, factorize)
         return FactorizedMatrix(p, q, gate)
 
@@ -75,13 +75,9 @@ class SingleWeights(Method):
         return masked_curve(site.shape)
 
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
-        return MaskedMatrix(_parameter(source), gate)
+        return MaskedMatrix(_weight(source), gate)
 
 
-def _parameter(source: Source) -> nn.Parameter:
-    """The weight as an outputs x inputs parameter: the model's own where it is stored so."""
-    weight = source.weight_OI
-    assert isinstance(weight, Tensor)
-    if isinstance(weight, nn.Parameter):
-        return weight
-    return nn.Parameter(weight.detach().contiguous(), source.requires_grad)
+def _weight(source: Source) -> nn.Parameter:
+    assert source.weight_OI is not None
+    return as_parameter(source.weight_OI, source.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +30,10 @@ class Svd(Factorized):
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
         assert isinstance(gate, ScoredGate)
         made = factorize(site, dense_weight(source), gate.num_components)
-        # the share of the layer's output that a component carries, per parameter it costs
+        # The share of the layer's output that a component carries, per parameter it costs. A layer counts by the root
+        # of its size: counting all alike starves the large ones, counting by size the small ones (docs/log.md).
         share = made.energy_R / made.energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        gate.scores.copy_(share / sum(site.shape))
+        gate.scores.copy_(share * math.sqrt(math.prod(site.shape)) / sum(site.shape))
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
         return FactorizedMatrix(p, q, gate)
 
