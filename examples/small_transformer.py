@@ -159,15 +159,16 @@ def time_ratios(dense: nn.Module, compact: nn.Module, x: Tensor, num_repeats: in
 def round_trip_difference(compact: nn.Module, skeleton: nn.Module, x: Tensor) -> float:
     """Largest difference of logits between a compact model and its saved and loaded twin."""
     with tempfile.TemporaryDirectory() as folder:
-        rw.save(compact, folder)
-        loaded = rw.load(folder, skeleton)
+        rw.save(compact, f"{folder}/small")
+        loaded = rw.load(f"{folder}/small", skeleton)
     return (loaded.eval()(x) - compact.eval()(x)).abs().max().item()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prune a small character transformer.")
     parser.add_argument("--removed", type=float, default=0.8, help="fraction of the parameters to remove")
-    parser.add_argument("--method", default="flop-l0", help="pruning method")
+    methods = ["flop-l0", "flop-agp", "np-l0", "agp"]
+    parser.add_argument("--method", default="flop-l0", choices=methods, help="pruning method")
     parser.add_argument("--quick", action="store_true", help="a few steps only: checks that everything runs")
     return parser.parse_args()
 
@@ -189,7 +190,7 @@ def main() -> None:
 
     print(f"pruning with {arguments.method}: {prune_steps} steps", flush=True)
     pruner = rw.Pruner(
-        model, rw.Budget(removed=arguments.removed), method=arguments.method, anneal_steps=prune_steps // 2
+        model, rw.Budget(removed=arguments.removed), method=arguments.method, anneal_steps=prune_steps // 4
     )
     prune(model, pruner, random_batches(corpus.train, prune_steps, generator))
     small = pruner.compact()

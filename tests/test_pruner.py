@@ -404,7 +404,7 @@ def test_ranks_come_in_multiples(multiple: int) -> None:
         assert rw.count(pruner.compact()) <= pruner.limit
 
 
-@pytest.mark.parametrize("method", PRUNING)
+@pytest.mark.parametrize("method", [name for name in PRUNING if name != "agp"])
 def test_megabytes_are_those_of_the_saved_tensors(method: str) -> None:
     spec = Spec(width=16, num_words=32, parts=("linear", "norm"))
     model = nn.Sequential(spec.build(), nn.BatchNorm1d(5))
@@ -414,5 +414,4 @@ def test_megabytes_are_those_of_the_saved_tensors(method: str) -> None:
     pruner.step()
     state = pruner.compact().state_dict()
     tensors = {t.data_ptr() or id(t): t for t in state.values()}
-    if method != "agp":
-        assert sum(t.numel() * t.element_size() for t in tensors.values()) <= budget.megabytes * 1e6
+    assert sum(t.numel() * t.element_size() for t in tensors.values()) <= budget.megabytes * 1e6

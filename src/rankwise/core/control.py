@@ -186,7 +186,8 @@ class Controller(State, ABC):
         self.layout.scatter(z, [gate.z for gate in self.gates if gate.z is not None])
         # the one synchronisation of a step
         numbers = self.layout.sums((z != 0).long()).tolist()
-        index = torch.nonzero_static(z, size=sum(numbers)).flatten()
+        # open components first, in order: a sort, because `nonzero` would make the host wait again
+        index = (z == 0).byte().argsort(stable=True)[: sum(numbers)]
         parts = zip(self.gates, self.layout.sizes, self.layout.starts, torch.split(index, numbers), strict=True)
         for gate, size, start, part in parts:
             gate.active = part - start if len(part) <= FEW * size else None

@@ -48,8 +48,9 @@ def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
     sigma = (mean_square / max(rank, 1)) ** 0.25
 
     def draw(*shape: int) -> Tensor:
-        noise: Tensor = torch.randn(*shape, generator=generator, dtype=torch.float32)
-        return (noise * sigma).to(weight_OI.device, weight_OI.dtype)
+        noise = torch.randn(*shape, generator=generator, dtype=torch.float32)
+        scaled: Tensor = noise * sigma
+        return scaled.to(weight_OI.device, weight_OI.dtype)
 
     p_OR, q_RI = draw(out_features, rank), draw(rank, in_features)
     return Factors(p_OR, q_RI, torch.ones(rank, dtype=torch.float64))

@@ -102,7 +102,8 @@ class FactorizedMatrix(GatedMatrix):
 
     def magnitudes(self) -> Tensor:
         p, q = self.p.detach().float(), self.q.detach().float()
-        return torch.linalg.vector_norm(p, dim=0) * torch.linalg.vector_norm(q, dim=1)
+        norms: Tensor = torch.linalg.vector_norm(p, dim=0) * torch.linalg.vector_norm(q, dim=1)
+        return norms
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         p, q = self.p.detach().index_select(1, kept), self.q.detach().index_select(0, kept)
@@ -146,7 +147,8 @@ class InputGatedMatrix(GatedMatrix):
         return _scale(self.w, self.gate().z)
 
     def magnitudes(self) -> Tensor:
-        return torch.linalg.vector_norm(self.w.detach().float(), dim=0)
+        norms: Tensor = torch.linalg.vector_norm(self.w.detach().float(), dim=0)
+        return norms
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()

@@ -1,0 +1,547 @@
+"""The default plan: what is found, what is one matrix, and what is left out with which word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Conv1D, Spec, batch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+import rankwise as rw
+from rankwise.adapters.generic import find_plan, split_pairs
+from rankwise.core.layers import GatedLayer
+from rankwise.core.plan import Plan, Site, Use
+from rankwise.modules import LowRankHead, linear
+
+specs = st.builds(
+    Spec,
+    num_words=st.integers(2, 13),
+    width=st.integers(1, 9),
+    inner=st.integers(1, 12),
+    front=st.sampled_from(["embedding", "pair"]),
+    back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),
+    parts=st.lists(st.sampled_from(["linear", "nested", "pair", "shared", "conv1d", "norm"]), max_size=5).map(tuple),
+)
+
+
+def kinds(plan: Plan) -> dict[str, str]:
+    """How each planned module uses its matrix, by name."""
+    return {use.name: use.kind for site in plan.sites for use in site.uses}
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {item.name: item.reason for item in plan.left_out}
+
+
+def weights(module: nn.Module, kind: str) -> list[nn.Parameter]:
+    if kind == "low-rank-head":
+        return [module.embedding.weight, module.projection.weight]
+    if kind.endswith("pair"):
+        return [module[0].weight, module[1].weight]
+    return [module.weight]
+
+
+def assert_trains_and_exports(model: nn.Module, x: Tensor, **arguments: Any) -> None:
+    """A gated model runs in both modes, and its compact model gives the same."""
+    pruner = rw.Pruner(model, rw.Budget(removed=0.1, of="prunable"), "flop-agp", anneal_steps=1, **arguments)
+    model.train()
+    model(x).square().mean().backward()
+    pruner.step()
+    model.eval()
+    small = pruner.compact()
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+# what is found
+
+
+def test_every_kind_of_use_is_found() -> None:
+    spec = Spec(width=8, num_words=11, inner=12, parts=("linear", "nested", "pair", "conv1d", "norm"))
+    plan = find_plan(spec.build())
+    assert kinds(plan) == {
+        "front": "embedding",
+        "body.0": "linear",
+        "body.1.0.0": "linear",
+        "body.1.1": "linear",
+        "body.2": "linear-pair",
+        "body.3": "conv1d",
+        "head": "linear",
+    }
+    assert plan.left_out == ()
+
+
+def test_a_low_rank_head_and_its_pair_are_one_matrix() -> None:
+    plan = find_plan(Spec(width=8, num_words=11, back="low-rank", parts=()).build())
+    assert plan.sites == (Site((Use("front", "embedding-pair"), Use("head", "low-rank-head")), (11, 8), pair_rank=4),)
+    assert plan.params == 4 * (11 + 8)
+    assert plan.left_out == ()
+
+
+def test_a_low_rank_head_named_before_its_pair_is_the_same_matrix() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pair = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 8, bias=False))
+            self.head = LowRankHead(pair[0], pair[1])
+            self.front = pair
+
+    (site,) = find_plan(Backwards()).sites
+    assert site.name == "front"
+    assert site.uses[1] == Use("head", "low-rank-head")
+
+
+@pytest.mark.parametrize("back", ["tied", "bias-tied"])
+def test_tied_embedding_and_head_are_one_matrix_counted_once(back: Any) -> None:
+    model = Spec(width=8, num_words=11, back=back, parts=()).build()
+    plan = find_plan(model)
+    assert plan.sites == (Site((Use("front", "embedding"), Use("head", "linear")), (11, 8)),)
+    assert plan.params == 11 * 8
+    assert str(plan.sites[0]) == "front = head"
+
+
+def test_a_module_under_two_names_is_one_matrix() -> None:
+    shared = nn.Linear(6, 6)
+    model = nn.ModuleDict({"first": shared, "other": nn.Linear(6, 6), "second": shared})
+    plan = find_plan(model)
+    assert [site.name for site in plan.sites] == ["first", "other"]
+    assert plan.params == 2 * 36
+
+
+def test_a_weight_shared_by_two_modules_is_one_matrix() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    (site,) = find_plan(model).sites
+    assert [use.name for use in site.uses] == ["0", "2"]
+    assert site.params == 36
+
+
+def test_shapes_are_outputs_by_inputs() -> None:
+    model = nn.ModuleDict(
+        {
+            "linear": nn.Linear(3, 5),
+            "conv1d": Conv1D(5, 3),
+            "words": nn.Embedding(7, 4),
+            "pair": nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 5)),
+            "words_pair": nn.Sequential(nn.Embedding(7, 2), nn.Linear(2, 4, bias=False)),
+        }
+    )
+    plan = find_plan(model)
+    assert {site.name: (site.shape, site.pair_rank) for site in plan.sites} == {
+        "linear": ((5, 3), None),
+        "conv1d": ((5, 3), None),
+        "words": ((7, 4), None),
+        "pair": ((5, 3), 2),
+        "words_pair": ((7, 4), 2),
+    }
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(4, 2), nn.Linear(2, 4)),
+        (nn.Embedding(5, 2), nn.Linear(2, 4)),
+        (nn.Linear(4, 2, bias=False), nn.Linear(2, 4), nn.Tanh()),
+        (nn.Linear(4, 2, bias=False), nn.Embedding(5, 4)),
+    ],
+)
+def test_two_layers_that_are_no_factorization_are_two_matrices(layers: tuple[nn.Module, ...]) -> None:
+    plan = find_plan(nn.Sequential(*layers))
+    assert set(kinds(plan)) == {"0", "1"}
+    assert not any(site.pair_rank for site in plan.sites)
+
+
+def test_a_subclass_of_sequential_may_do_other_things_than_a_pair() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    plan = find_plan(Residual(nn.Linear(4, 2, bias=False), nn.Linear(2, 4)))
+    assert kinds(plan) == {"0": "linear", "1": "linear"}
+
+
+def test_any_class_named_conv1d_with_its_attributes_is_one() -> None:
+    other = type("Conv1D", (nn.Module,), {"forward": Conv1D.forward})()
+    other.nf, other.weight, other.bias = 5, nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.zeros(5))
+    plan = find_plan(nn.Sequential(other, nn.Tanh()))
+    assert plan.sites == (Site((Use("0", "conv1d"),), (5, 3)),)
+
+
+def test_a_convolution_is_no_conv1d() -> None:
+    convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 3)
+    plan = find_plan(nn.Sequential(convolution, nn.Linear(4, 4)))
+    assert set(kinds(plan)) == {"1"}
+    assert "0" in reasons(plan)
+
+
+def test_a_root_module_that_is_a_layer_is_planned() -> None:
+    plan = find_plan(nn.Linear(3, 5))
+    assert plan.sites == (Site((Use("", "linear"),), (5, 3)),)
+    assert str(plan.sites[0]) == "(model)"
+
+
+@given(specs)
+def test_the_plans_size_is_that_of_its_distinct_weights(spec: Spec) -> None:
+    model = spec.build()
+    plan = find_plan(model)
+    distinct = {id(w): w for name, kind in kinds(plan).items() for w in weights(model.get_submodule(name), kind)}
+    assert plan.params == sum(w.numel() for w in distinct.values()) <= rw.count(model)
+
+
+@given(specs)
+def test_split_pairs_hold_the_same_weights(spec: Spec) -> None:
+    plan = find_plan(spec.build())
+    split = split_pairs(plan)
+    assert split.params == plan.params
+    assert not any(site.pair_rank for site in split.sites)
+
+
+# include and exclude
+
+
+def names(plan: Plan) -> set[str]:
+    return set(kinds(plan))
+
+
+def nested() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "query": nn.Linear(4, 4),
+            "block": nn.ModuleDict({"query": nn.Linear(4, 4), "subquery": nn.Linear(4, 4)}),
+            "lm_head": nn.Linear(4, 4),
+        }
+    )
+
+
+EVERYTHING = {"query", "block.query", "block.subquery", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    "pattern, matched",
+    [
+        (["query"], {"query", "block.query"}),
+        (("query",), {"query", "block.query"}),
+        (["block.query"], {"block.query"}),
+        (["block"], set()),
+        (["query", "lm_head"], {"query", "block.query", "lm_head"}),
+        (["quer"], set()),
+        (["q.*"], set()),
+        ("query", {"query"}),
+        (r".*query", {"query", "block.query", "block.subquery"}),
+        (r"block\..*", {"block.query", "block.subquery"}),
+        (r"query|lm_head", {"query", "lm_head"}),
+        ("block", set()),
+    ],
+)
+def test_names_match_as_last_parts_and_strings_as_whole_regular_expressions(pattern: Any, matched: set[str]) -> None:
+    included, excluded = find_plan(nested(), include=pattern), find_plan(nested(), exclude=pattern)
+    assert names(included) == matched
+    assert names(excluded) == EVERYTHING - matched
+    assert reasons(included) == dict.fromkeys(EVERYTHING - matched, "not in `include`")
+    assert reasons(excluded) == dict.fromkeys(matched, "in `exclude`")
+
+
+def test_what_is_excluded_is_not_included() -> None:
+    assert names(find_plan(nested(), include=".*query", exclude=["block.query"])) == {"query", "block.subquery"}
+
+
+def test_an_excluded_pair_is_left_out_whole() -> None:
+    plan = find_plan(Spec(parts=("pair", "linear")).build(), exclude=["body.0"])
+    assert names(plan) == {"front", "body.1", "head"}
+    assert set(reasons(plan)) == {"body.0"}
+
+
+def test_a_module_is_known_by_each_of_its_names() -> None:
+    shared = nn.Linear(6, 6)
+    model = nn.ModuleDict({"first": shared, "second": shared, "other": nn.Linear(6, 6)})
+    assert len(find_plan(model, include=["second"]).sites) == 1
+    assert [site.name for site in find_plan(model, exclude=["second"]).sites] == ["other"]
+
+
+# what is left out, and why
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Reader(nn.Module):
+    """Multiplies by the weight of its layer, without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.called = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(F.linear(x, self.layer.weight))
+
+
+class Keeper(nn.Module):
+    """Holds the weight of its layer as a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.same = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.same
+
+
+@pytest.mark.parametrize(
+    "module, name, reason",
+    [
+        (nn.MultiheadAttention(4, 2), "out_proj", "MultiheadAttention reads its weight itself"),
+        (nn.MultiheadAttention(4, 2), "", "MultiheadAttention is not a linear layer or an embedding"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "linear1", "TransformerEncoderLayer reads its weight itself"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "linear2", "TransformerEncoderLayer reads its weight itself"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "self_attn.out_proj", "reads its weight itself"),
+        (Doubled(4, 4), "", "Doubled has a forward of its own"),
+        (nn.Embedding(5, 4, max_norm=1.0), "", "an embedding with `max_norm` or `sparse`"),
+        (nn.Embedding(5, 4, sparse=True), "", "an embedding with `max_norm` or `sparse`"),
+        (nn.LSTM(4, 4), "", "LSTM is not a linear layer or an embedding"),
+        (nn.Bilinear(4, 4, 4), "", "Bilinear is not a linear layer or an embedding"),
+        (nn.Conv2d(4, 4, 1), "", "Conv2d is not a linear layer or an embedding"),
+        (Reader(), "layer", "Reader reads its weight itself"),
+        (Keeper(), "layer", "tied to part, which is left out"),
+        (linear(nn.Parameter(torch.zeros(4, 0)), None), "", "it is empty"),
+    ],
+)
+def test_what_cannot_be_gated_safely_is_left_out_with_a_word(module: nn.Module, name: str, reason: str) -> None:
+    plan = find_plan(nn.ModuleDict({"part": module, "plain": nn.Linear(4, 4)}))
+    path = f"part.{name}" if name else "part"
+    assert reason in reasons(plan)[path]
+    assert path not in names(plan)
+    assert "plain" in names(plan)
+
+
+def test_only_the_layer_that_is_read_is_left_out() -> None:
+    assert names(find_plan(Reader())) == {"called"}
+
+
+REWRITTEN = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "hooked spectral_norm": spectral_norm,
+    "hooked pruning mask": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITTEN)
+def test_a_layer_whose_weight_is_made_from_other_parameters_is_left_out(rewrite: str) -> None:
+    layer = REWRITTEN[rewrite](nn.Linear(4, 4))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 4))
+    plan = find_plan(model)
+    assert names(plan) == {"2"}
+    assert "0" in {name.split(".")[0] for name in reasons(plan)}
+    assert_trains_and_exports(model, torch.randn(3, 4))
+
+
+def test_a_parametrized_layer_is_named_with_its_reason() -> None:
+    plan = find_plan(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    assert reasons(plan).get("0") == "its weight is parametrized"
+
+
+def test_an_alias_of_a_layer_is_read_all_the_same() -> None:
+    """The remedy of what the search of source code cannot see: `layer.weight` of a gated layer is its matrix."""
+
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            layer = self.layer
+            return F.linear(x, layer.weight)
+
+    model = Alias()
+    pruner = rw.Pruner(model, rw.Budget(params=16), "flop-agp", anneal_steps=1)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), model.layer(x))
+    model(x).sum().backward()
+    assert pruner.controller.gates[0].z.grad is not None
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(5, 4, sparse=True), Doubled(4, 5)])
+def test_a_layer_tied_to_something_left_out_is_left_out_too(module: nn.Module) -> None:
+    head = nn.Linear(4, 5)
+    head.weight = module.weight
+    plan = find_plan(nn.ModuleDict({"front": module, "head": head, "plain": nn.Linear(4, 4)}))
+    assert names(plan) == {"plain"}
+    assert reasons(plan)["head"] == f"tied to front, which is left out: {reasons(plan)['front']}"
+
+
+def test_a_layer_tied_to_an_excluded_one_is_left_out_too() -> None:
+    plan = find_plan(Spec(back="tied").build(), exclude=["head"])
+    assert reasons(plan) == {"head": "in `exclude`", "front": "tied to head, which is left out: in `exclude`"}
+
+
+def test_a_conv1d_tied_to_an_embedding_is_left_out() -> None:
+    front, head = nn.Embedding(5, 5), Conv1D(5, 5)
+    head.weight = front.weight
+    plan = find_plan(nn.ModuleDict({"front": front, "head": head}))
+    assert reasons(plan) == dict.fromkeys(["front", "head"], "tied to a layer that stores the weight transposed")
+
+
+def test_a_low_rank_head_without_its_pair_is_left_out() -> None:
+    plan = find_plan(nn.Sequential(LowRankHead(nn.Embedding(5, 2), nn.Linear(2, 4, bias=False)), nn.Linear(5, 5)))
+    assert names(plan) == {"1"}
+    assert reasons(plan) == {"0": "its embedding is not part of a pair in the model"}
+
+
+def test_tying_in_init_does_not_exclude() -> None:
+    """Only code that runs after the model is built reads weights behind a layer's back."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(9, 4)
+            self.head = nn.Linear(4, 9)
+            self.head.weight = self.emb.weight
+            self.tie_weights()
+            self._init_weights()
+
+        def tie_weights(self) -> None:
+            self.head.weight = self.emb.weight
+
+        def _init_weights(self) -> None:
+            nn.init.zeros_(self.head.bias)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.emb(tokens))
+
+    model = Tied()
+    plan = find_plan(model)
+    assert names(plan) == {"emb", "head"}
+    assert plan.left_out == ()
+    assert_trains_and_exports(model, torch.randint(0, 9, (3, 5)))
+
+
+def test_a_linear_with_parameters_of_its_own_keeps_them() -> None:
+    """Gating replaces weight and bias; whatever else a subclass holds must not vanish."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    model = nn.Sequential(Scaled(), nn.Tanh(), nn.Linear(4, 4))
+    assert_trains_and_exports(model, torch.randn(3, 4))
+
+
+# the plan and the pruner
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+def test_a_stock_transformer_still_runs_with_the_default_plan() -> None:
+    model = Encoder()
+    x = torch.randn(2, 5, 8)
+    assert names(find_plan(model)) == {"head"}
+    assert_trains_and_exports(model, x)
+    model.eval()
+    with torch.no_grad():
+        fast = model(x)
+    torch.testing.assert_close(fast, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_every_layer_of_a_plan_becomes_gated_and_no_other() -> None:
+    spec = Spec(parts=("linear", "nested", "conv1d", "norm"))
+    model = spec.build()
+    plan = find_plan(model, exclude=["body.0"])
+    rw.Pruner(model, rw.Budget(removed=0.1), "flop-agp", plan, anneal_steps=1)
+    assert {name for name, module in model.named_modules() if isinstance(module, GatedLayer)} == names(plan)
+    model(batch(spec))
+
+
+def test_a_gated_model_is_refused() -> None:
+    model = Spec().build()
+    rw.Pruner(model, rw.Budget(removed=0.1), anneal_steps=1)
+    with pytest.raises(rw.PlanError, match="The model must not be gated yet, but is. Use the pruner that gated it"):
+        find_plan(model)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(rw.PlanError, match="The model must have parameters, but Tanh has none."):
+        find_plan(nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    "model, include, message",
+    [
+        (nn.Sequential(nn.LSTM(4, 4)), None, "matches no module .*Left out:\n  0: LSTM is not a linear layer"),
+        (nn.Sequential(nn.Linear(4, 4)), ["q_proj"], "matches no module .*Left out:\n  0: not in `include`"),
+        (nn.LayerNorm(4), None, "matches no module of the model. Widen `include`, or narrow `exclude`.$"),
+    ],
+)
+def test_a_plan_of_nothing_is_refused_with_what_was_left_out(model: nn.Module, include: Any, message: str) -> None:
+    plan = find_plan(model, include=include)
+    assert plan.sites == ()
+    with pytest.raises(rw.PlanError, match=message):
+        rw.Pruner(model, rw.Budget(removed=0.1), plan=plan, anneal_steps=1)
+
+
+def tied(embedding: nn.Embedding) -> nn.ModuleDict:
+    head = nn.Linear(4, 4)
+    head.weight = embedding.weight
+    return nn.ModuleDict({"a": embedding, "b": head})
+
+
+STRANGERS = {
+    "a missing name": (nn.ModuleDict({"c": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Linear(4, 4)})),
+    "another shape": (nn.ModuleDict({"a": nn.Linear(4, 5)}), nn.ModuleDict({"a": nn.Linear(4, 4)})),
+    "a module without a weight": (nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Tanh()})),
+    "a linear layer that is an embedding": (
+        nn.ModuleDict({"a": nn.Linear(4, 4)}),
+        nn.ModuleDict({"a": nn.Embedding(4, 4)}),
+    ),
+    "an embedding that is a linear layer": (
+        nn.ModuleDict({"a": nn.Embedding(4, 4)}),
+        nn.ModuleDict({"a": nn.Linear(4, 4)}),
+    ),
+    "a pair that is one layer": (
+        nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4))}),
+        nn.ModuleDict({"a": nn.Linear(4, 4)}),
+    ),
+    "a tie that the model does not have": (
+        tied(nn.Embedding(4, 4)),
+        nn.ModuleDict({"a": nn.Embedding(4, 4), "b": nn.Linear(4, 4)}),
+    ),
+    "a convolution": (nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Conv2d(4, 4, 1)})),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_plan_of_another_model_is_refused_and_changes_nothing(what: str) -> None:
+    other, model = STRANGERS[what]
+    model["z"] = nn.Linear(3, 3)
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(rw.PlanError, match="Make the plan from this model"):
+        rw.Pruner(model, rw.Budget(params=10_000), plan=find_plan(other), anneal_steps=1)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_plan_is_no_way_around_a_gated_model() -> None:
+    model = Spec().build()
+    plan = find_plan(model)
+    rw.Pruner(model, rw.Budget(removed=0.1), plan=plan, anneal_steps=1)
+    with pytest.raises(rw.PlanError, match="must not be gated yet"):
+        rw.Pruner(model, rw.Budget(removed=0.1), plan=plan, anneal_steps=1)

@@ -1,0 +1,95 @@
+"""README and docs are true today: names exist, figures come from records, and the example runs."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import re
+import runpy
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def section(name: str) -> list[list[str]]:
+    """The cells of a table that the README marks by name."""
+    text = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.DOTALL)
+    assert text is not None
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[1].splitlines()]
+    return rows[2:]
+
+
+@pytest.mark.parametrize(
+    "path, name", re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
+)
+def test_every_term_of_the_paper_has_its_home(path: str, name: str) -> None:
+    found = importlib.import_module("rankwise." + path.removesuffix(".py").replace("/", "."))
+    for part in name.split("."):
+        found = getattr(found, part)
+
+
+def test_the_table_of_methods_is_the_recorded_one() -> None:
+    record = json.loads((ROOT / "results/methods-enwik8-transformer.json").read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    for name, params, bits in section("methods"):
+        row = rows["control" if name.startswith("dense control") else name]
+        assert (params, bits) == (f"{row['params']:,}", f"{row['bits']:.3f}")
+
+
+def test_the_table_of_recipes_is_the_recorded_one() -> None:
+    with (ROOT / "results/lagrangian-recipes.csv").open() as file:
+        records = [{k: v if k == "recipe" else float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    settings: dict[tuple[object, ...], list[float]] = {}
+    for row in records:
+        if abs(row["expected"] - row["target"]) <= 0.01:
+            key = (row["target"], row["recipe"], row["gate_lr"], row["multiplier_lr"])
+            settings.setdefault(key, []).append(row["bits"])
+    best: dict[float, float] = {}
+    for (target, *_), bits in settings.items():
+        best[target] = min(best.get(target, 99.0), statistics.mean(bits))
+    for name, runs, hits, worst_miss, mean, worst in section("recipes"):
+        mine = [row for row in records if row["recipe"] == name.split(" ")[0]]
+        miss = [100 * abs(row["expected"] - row["target"]) for row in mine]
+        extra = [row["bits"] - best[row["target"]] for row in mine]
+        assert [int(runs), int(hits)] == [len(mine), sum(m <= 1 for m in miss)]
+        assert [worst_miss, mean, worst] == [f"{max(miss):.1f}", f"{statistics.mean(extra):.3f}", f"{max(extra):.3f}"]
+
+
+@pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
+def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(tmp_path)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    batches = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(12)]
+    names = {"torch": torch, "model": build(), "build": build, "batches": batches, "criterion": nn.MSELoss()}
+    exec(code[1].replace("1_000", "10"), names)
+    small = names["small"]
+    assert isinstance(small, nn.Module)
+    assert rw.count(small) <= 0.2 * rw.count(build())
+
+
+@pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
+def test_the_small_transformer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["small_transformer.py", "--quick"])
+    runpy.run_path(str(ROOT / "examples/small_transformer.py"), run_name="__main__")
+    assert "largest difference of logits 0.0e+00" in capsys.readouterr().out
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
