@@ -17,5 +17,6 @@ from rankwise.errors import DataError as DataError
 from rankwise.errors import PlanError as PlanError
 from rankwise.errors import RankwiseError as RankwiseError
 from rankwise.pruner import Pruner as Pruner
+from rankwise.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION

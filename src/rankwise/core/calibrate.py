@@ -20,11 +20,11 @@ def second_moments(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> dict
     """
     sums = {site.name: _Sums(site) for site in plan.sites}
     handles = [
-        get_module(model, use).register_forward_pre_hook(sums[site.name].hook(use), prepend=True)
+        get_module(model, use).register_forward_pre_hook(sums[site.name].hook(use), prepend=True, with_kwargs=True)
         for site in plan.sites
         for use in site.uses
     ]
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     number = 0
     try:
         model.eval()
@@ -33,7 +33,8 @@ def second_moments(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> dict
                 number += 1
                 _call(model, batch)
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
         for handle in handles:
             handle.remove()
     if not number:
@@ -64,12 +65,13 @@ class _Sums:
         self.num_inputs = 0
 
     def hook(self, use: Use) -> Any:
-        def look_up(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            counts = torch.bincount(args[0].flatten(), minlength=self.site.shape[0]).double()
+        def look_up(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            index = next(iter((*args, *kwargs.values())))
+            counts = torch.bincount(index.flatten(), minlength=self.site.shape[0]).double()
             self.rows_O = counts if self.rows_O is None else self.rows_O + counts
 
-        def multiply(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].flatten(0, -2).double()
+        def multiply(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            x = next(iter((*args, *kwargs.values()))).reshape(-1, self.site.shape[1]).double()
             self.inputs_II = x.t() @ x if self.inputs_II is None else self.inputs_II.addmm_(x.t(), x)
             self.num_inputs += len(x)
 

@@ -113,6 +113,8 @@ class Gate(State):
         self.num_components = num_components
         self.z: Tensor | None = None
         self.active: Tensor | None = None
+        self.binary = False
+        """Whether `active` says it all: what is open is open fully, so z need not be multiplied."""
         self.standing: Mask | None = None
         # in a list, so that the module registry does not see it: the first gate of a model registers it
         self._controller: list[Controller] = []
@@ -127,7 +129,7 @@ class Gate(State):
             controller.make_ready(evaluation=not self.training)
         if not self.training and self.standing is not None:
             return self.standing
-        return Mask(self.z, self.active)
+        return Mask(None if self.binary else self.z, self.active)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

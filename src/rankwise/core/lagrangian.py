@@ -175,9 +175,7 @@ class LagrangianController(Controller):
         return ranked_counts(scores, self.account.curves, limit - self.account.fixed, self.rank_multiple)
 
     def order(self, i: int) -> Tensor:
-        # gates that have not parted yet are told apart by what their components weigh
-        by_weight = self.matrices[i].magnitudes().argsort(descending=True, stable=True)
-        return by_weight[self.gates[i].alpha[by_weight].argsort(descending=True, stable=True)]
+        return self.gates[i].alpha.argsort(descending=True, stable=True)
 
     def values(self, i: int) -> Tensor | None:
         return None if self.frozen else self.distribution.expected(self.gates[i].alpha)
@@ -186,12 +184,15 @@ class LagrangianController(Controller):
         for gate in self.gates:
             assert gate.z is not None
             gate.z.requires_grad_(not self.frozen)
+            gate.binary = self.frozen
         if not self.frozen:
             self.fill(self.distribution.sample(self.alpha(), self.noise()))
             return
         self._warn_if_undecided()
-        chosen = zip(self.gates, self.choose(self.limit), strict=True)
-        self.fill(torch.cat([torch.zeros_like(gate.alpha).index_fill_(0, kept, 1.0) for gate, kept in chosen]))
+        for gate, kept in zip(self.gates, self.choose(self.limit), strict=True):
+            assert gate.z is not None
+            gate.z.zero_()[kept] = 1.0
+            gate.active = kept if len(kept) < gate.num_components else None
 
     def update(self, grad_scale: float) -> None:
         if self.frozen:
@@ -210,10 +211,20 @@ class LagrangianController(Controller):
             alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())
+                if self.step + 1 == self.settings.anneal_steps:
+                    alpha = alpha + self._tie_break()
             self.layout.scatter(alpha, [gate.alpha for gate in self.gates])
             # ascent: the gradients of the penalty with respect to the multipliers are the gap and its square
             ascent = AdamState.direction(self.multiplier_moments, torch.stack([gap, gap**2]).float(), self.step + 1)
             self.multipliers += self.settings.multiplier_lr * ascent
+
+    def _tie_break(self) -> Tensor:
+        """Next to nothing, and more for components that weigh more: parts gates that stand at the same bound.
+
+        Added once, with the last update, so that from then on alpha alone says what is kept.
+        """
+        ranks = (matrix.magnitudes().argsort().argsort() for matrix in self.matrices)
+        return 1e-3 * torch.cat([rank / max(len(rank), 1) for rank in ranks])
 
     def _warn_if_undecided(self) -> None:
         p = self.distribution.open_probability(self.alpha())

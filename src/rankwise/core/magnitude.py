@@ -90,10 +90,12 @@ class MagnitudeController(Controller):
             return
         kept = torch.cat([gate.kept for gate in self.gates])
         diagonal = torch.cat([gate.diagonal for gate in self.gates])
-        grad = self.gradient(grad_scale) * kept
+        grad = self.gradient(grad_scale)
         if self.step < self.settings.anneal_steps:
-            grad += self.settings.l1 * diagonal.sign()
-        diagonal -= self.settings.diagonal_lr * AdamState.direction(self.moments, grad, self.step + 1)
+            grad = grad + self.settings.l1 * diagonal.sign()
+        direction = AdamState.direction(self.moments, grad * kept, self.step + 1)
+        # a closed component stands still, whatever momentum it had
+        diagonal -= self.settings.diagonal_lr * direction * kept
         self.layout.scatter(diagonal, [gate.diagonal for gate in self.gates])
 
     def _moves(self) -> bool:

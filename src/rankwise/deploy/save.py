@@ -12,7 +12,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError
+from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
 VERSION = 1
@@ -92,7 +92,7 @@ def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]
     return {
         "format": FORMAT,
         "version": VERSION,
-        "rankwise": _own_version(),
+        "rankwise": OWN_VERSION,
         "torch": str(torch.__version__),
         "model": type(model).__name__,
         "parameters": count(model),
@@ -105,13 +105,6 @@ def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype without its package."""
     return str(dtype).removeprefix("torch.")
-
-
-def _own_version() -> str:
-    try:
-        return version("rankwise")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

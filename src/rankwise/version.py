@@ -1,0 +1,3 @@
+"""The version of this package, in its one place."""
+
+VERSION = "0.1.0"
