@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan, split_pairs
+from rankwise.adapters.generic import check_plan, find_plan, split_pairs
 from rankwise.core import factorize
 from rankwise.core.budget import Account, Budget, SizeReport, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
-from rankwise.core.plan import LeftOut, Plan, check, check_weights, source
+from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, source
 from rankwise.core.surgery import install
 from rankwise.errors import BudgetError, PlanError, RankwiseError
 from rankwise.methods import make_method
@@ -59,7 +59,7 @@ class Pruner:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        _check_arguments(model, budget, init, calibration, rank_multiple)
+        _check_arguments(model, budget, init, calibration, rank_multiple, seed)
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
@@ -182,7 +182,10 @@ def _saved_bytes(buffer: Tensor, budget: Budget) -> int:
 
 def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     """The plan with what the method refuses left out; refuses a plan that leaves nothing."""
-    plan = find_plan(model) if plan is None else plan
+    if plan is None:
+        plan = find_plan(model)
+    else:
+        check_plan(model, plan)
     if method.splits_pairs:
         plan = split_pairs(plan)
     reasons = {site: reason for site in plan.sites if (reason := method.refuses(site)) is not None}
@@ -190,7 +193,7 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     left_out = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
     taken = Plan(tuple(kept), (*plan.left_out, *left_out))
     if method.prunes:
-        check(model, taken)
+        check_not_empty(taken)
     return taken
 
 
@@ -204,7 +207,7 @@ def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[
 
 
 def _check_arguments(
-    model: nn.Module, budget: Budget, init: Init, calibration: Iterable[Any] | None, rank_multiple: int
+    model: nn.Module, budget: Budget, init: Init, calibration: Iterable[Any] | None, rank_multiple: int, seed: int
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
@@ -214,5 +217,6 @@ def _check_arguments(
         raise ValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
-    if rank_multiple < 1:
-        raise ValueError(f"`rank_multiple` must be at least 1, but is {rank_multiple} instead.")
+    for name, value, least in (("rank_multiple", rank_multiple, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

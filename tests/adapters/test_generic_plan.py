@@ -438,6 +438,72 @@ def test_a_linear_with_parameters_of_its_own_keeps_them() -> None:
     assert_trains_and_exports(model, torch.randn(3, 4))
 
 
+def test_a_layer_whose_own_forward_was_replaced_is_left_out() -> None:
+    """As libraries do that wrap single layers, to move or quantize them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain = model[0].forward
+    model[0].forward = lambda x: 2 * plain(x)
+    assert names(find_plan(model)) == {"2"}
+    assert "0" in reasons(find_plan(model))
+
+
+def test_a_layer_that_is_read_by_index_is_left_out() -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i in range(2):
+                x = F.linear(x, self.layers[i].weight)
+            return self.head(x)
+
+    assert names(find_plan(Indexed())) == {"head"}
+
+
+class SharedHalf(nn.Module):
+    """Two pairs that begin with the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        down = nn.Linear(16, 4, bias=False)
+        self.a = nn.Sequential(down, nn.Linear(4, 16))
+        self.b = nn.Sequential(down, nn.Linear(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class HalfAlone(nn.Module):
+    """A pair whose first layer is also used without its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(16, 4, bias=False)
+        self.pair = nn.Sequential(self.down, nn.Linear(4, 16))
+        self.other = nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x) + self.other(self.down(x))
+
+
+@pytest.mark.parametrize("build", [SharedHalf, HalfAlone])
+def test_half_a_pair_that_is_used_elsewhere_is_counted_once_and_exported_right(build: Any) -> None:
+    model = build()
+    plan = find_plan(model)
+    distinct = {id(w): w for name, kind in kinds(plan).items() for w in weights(model.get_submodule(name), kind)}
+    assert plan.params == sum(w.numel() for w in distinct.values()) <= rw.count(model)
+    model.extra = nn.Linear(16, 16)
+    x = torch.randn(3, 16)
+    pruner = rw.Pruner(model, rw.Budget(removed=0.2, of="prunable"), "flop-agp", anneal_steps=1)
+    model(x).square().mean().backward()
+    pruner.step()
+    small = pruner.compact()
+    torch.testing.assert_close(small.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    assert rw.count(small) <= pruner.limit
+
+
 # the plan and the pruner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ def test_until_the_ramp_ends_masks_are_drawn_anew_every_step() -> None:
             assert torch.equal(masks(pruner), controller.distribution.sample(controller.alpha(), controller.noise()))
             assert all(gate.z.requires_grad for gate in controller.gates)
             seen.append(masks(pruner))
-    assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
+    assert all(not torch.equal(a, b) for a, b in pairwise(seen))
     assert any(((z > 0) & (z < 1)).any() for z in seen)
 
 
@@ -302,17 +303,17 @@ def test_a_resumed_run_keeps_what_was_committed_to() -> None:
 @IGNORE_UNDECIDED
 @pytest.mark.parametrize("scale", [1e6, -1e6])
 def test_alpha_stays_in_its_range(scale: float) -> None:
-    """Whatever the loss says."""
+    """Whatever the loss says; what parts ties at the end of the ramp is next to nothing."""
     for start in (0.5, 0.9999):
         model, pruner = gated(anneal_steps=6, gate_lr=50.0, open_probability=start)
         distribution = pruner.controller.distribution
-        low, high = distribution.alpha(OPEN_RANGE[0]), distribution.alpha(max(OPEN_RANGE[1], start))
+        low, high = (distribution.alpha(p) for p in (OPEN_RANGE[0], max(OPEN_RANGE[1], start)))
         for _ in range(8):
             train(model, pruner, 1, lr=0.0, scale=scale)
             alpha = pruner.controller.alpha()
-            assert (alpha >= low - 1e-5).all()
-            assert (alpha <= high + 1e-5).all()
-        assert torch.isclose(alpha, torch.tensor(low)).any() or torch.isclose(alpha, torch.tensor(high)).any()
+            assert (alpha > low - 0.002).all()
+            assert (alpha < high + 0.002).all()
+        assert min((alpha - low).abs().min(), (alpha - high).abs().min()) < 0.002
 
 
 def at_the_end_of_the_ramp(open_probability: Tensor) -> nn.Module:
@@ -379,10 +380,12 @@ def test_the_default_learning_rate_lets_gates_decide_on_every_ramp(anneal_steps:
     [
         ({"anneal_steps": 0}, "`anneal_steps` must be at least 1, but is 0 instead."),
         ({"anneal_steps": -5}, "`anneal_steps` must be at least 1, but is -5 instead."),
-        ({"gate_lr": -0.1}, "`gate_lr` must be positive, but is -0.1 instead."),
-        ({"gate_lr": 0.0}, "`gate_lr` must be positive, but is 0.0 instead."),
-        ({"gate_lr": float("nan")}, "`gate_lr` must be positive, but is nan instead."),
-        ({"multiplier_lr": -1e-2}, "`multiplier_lr` must be positive, but is -0.01 instead."),
+        ({"gate_lr": -0.1}, "`gate_lr` must be positive.*, but is -0.1 instead."),
+        ({"gate_lr": 0.0}, "`gate_lr` must be positive.*, but is 0.0 instead."),
+        ({"gate_lr": float("nan")}, "`gate_lr` must be positive.*, but is nan instead."),
+        ({"gate_lr": float("inf")}, "`gate_lr` must be positive.*, but is inf instead."),
+        ({"anneal_steps": float("nan")}, "`anneal_steps` must be .*, but is nan instead."),
+        ({"multiplier_lr": -1e-2}, "`multiplier_lr` must be positive.*, but is -0.01 instead."),
         ({"recipe": "publish"}, '`recipe` must be "committed" or "published", but is \'publish\' instead.'),
         ({"open_probability": 0.0}, r"`open_probability` must lie in \(0, 1\), but is 0.0 instead."),
         ({"open_probability": 1.0}, r"`open_probability` must lie in \(0, 1\), but is 1.0 instead."),

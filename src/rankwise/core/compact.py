@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.core.control import Controller
 from rankwise.core.layers import GatedEmbedding
@@ -18,7 +18,7 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
     """A new model of at most `limit` parameters; `model` stays as it is."""
     layers = gated_layers(model)
     # a copy of the model in which each gated layer has been copied already: as its plain counterpart
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {id(tensor): tensor.detach().clone() for tensor in _made_tensors(model)}
     for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.choose(limit), strict=True)):
         export = matrix.export(kept, controller.values(i))
         uses = [layer for layer in layers if layer.matrix is matrix]
@@ -26,3 +26,9 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
         for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
             memo[id(layer)] = layer.plain(export, memo).train(layer.training)
     return copy.deepcopy(model, memo)
+
+
+def _made_tensors(model: nn.Module) -> list[Tensor]:
+    """Tensors that modules have computed and kept, as old-style weight norm does: these cannot be copied as they are."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]

@@ -12,6 +12,7 @@ export is chosen and the gates stay there. From then on exactly the model that w
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,12 +62,12 @@ class Lagrangian:
     """The distribution is stretched to (-stretch, 1 + stretch)."""
 
     def __post_init__(self) -> None:
-        if self.anneal_steps < 1:
+        if not self.anneal_steps >= 1:
             raise ValueError(f"`anneal_steps` must be at least 1, but is {self.anneal_steps} instead.")
         for name in ("gate_lr", "multiplier_lr"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
         if self.recipe not in ("committed", "published"):
             raise ValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
         self.distribution.alpha(self.open_probability)

@@ -98,12 +98,6 @@ class Source:
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight_OI, self.p_OR, self.q_RI) if t is not None]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = (self.weight_OI, self.weight_OI) if self.weight_OI is not None else (self.p_OR, self.q_RI)
-        assert rows is not None and columns is not None
-        return rows.shape[0], columns.shape[1]
-
 
 def source(model: nn.Module, site: Site) -> Source:
     """Read the parameters of `site` from `model`."""
@@ -149,19 +143,14 @@ def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
     return bias
 
 
-def check(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that does not fit the model; changes nothing."""
+def check_not_empty(plan: Plan) -> None:
+    """Refuse a plan without a single matrix."""
     if not plan.sites:
         reasons = "".join(f"\n  {item.name}: {item.reason}" for item in plan.left_out[:8])
         raise PlanError(
             "The plan must hold at least one matrix, but matches no module of the model. Widen `include`, or narrow "
             f"`exclude`.{' Left out:' + reasons if reasons else ''}"
         )
-    for site in plan.sites:
-        found = source(model, site)
-        shape = found.shape
-        if shape != site.shape:
-            raise PlanError(f"{site}: must be {site.shape} by the plan, but is {shape}. Make the plan from this model.")
 
 
 def check_weights(model: nn.Module, plan: Plan) -> None:

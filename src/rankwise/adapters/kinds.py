@@ -1,0 +1,84 @@
+"""How a module uses a weight matrix, if it does so as PyTorch's own layers do; and why not, if it does not."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from rankwise.core.plan import Site, Use, UseKind, pair
+from rankwise.modules import LowRankHead
+
+WHOLES: tuple[UseKind, ...] = ("linear-pair", "embedding-pair", "low-rank-head")
+"""Kinds of use whose children are part of them."""
+
+
+def kind_of(module: nn.Module) -> UseKind | None:
+    """The kind of use that a module is, or None."""
+    if isinstance(module, LowRankHead):
+        return "low-rank-head"
+    if type(module) is nn.Sequential and len(module) == 2:
+        return _pair_kind(*module)
+    if _refusal(module) is not None:
+        return None
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "conv1d"
+
+
+def _pair_kind(first: nn.Module, second: nn.Module) -> UseKind | None:
+    if kind_of(second) != "linear" or first is second:
+        return None
+    if kind_of(first) == "embedding":
+        return "embedding-pair" if second.bias is None else None
+    return "linear-pair" if kind_of(first) == "linear" and first.bias is None else None
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module that holds matrices of its own cannot be gated; None where it holds none."""
+    if isinstance(module, nn.Linear | nn.Embedding) or any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+        return _refusal(module)
+    return None
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Why a module is not used as a plain linear layer or embedding; None where it is."""
+    name = type(module).__name__
+    conv1d = name == "Conv1D" and hasattr(module, "nf") and getattr(module.weight, "ndim", 0) == 2
+    if not isinstance(module, nn.Linear | nn.Embedding) and not conv1d:
+        return f"{name} is not a linear layer or an embedding"
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrized"
+    stock = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+    if "forward" in module.__dict__ or (not conv1d and type(module).forward is not stock.forward):
+        return f"{name} has a forward of its own"
+    if not set(module._parameters) <= {"weight", "bias"} or module._buffers or module._modules:
+        return f"{name} holds more than a weight and a bias"
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is made from something else"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "an embedding with `max_norm` or `sparse` changes rows outside autograd"
+    return None
+
+
+def matrix_key(module: nn.Module, kind: UseKind) -> tuple[int, ...]:
+    """The identity of the parameters that make up the matrix of a use."""
+    if kind == "low-rank-head":
+        assert isinstance(module, LowRankHead)
+        return id(module.embedding.weight), id(module.projection.weight)
+    if kind.endswith("pair"):
+        first, second = pair(module)
+        return id(first.weight), id(second.weight)
+    return (id(module.weight),)
+
+
+def site_of(module: nn.Module, uses: tuple[Use, ...]) -> Site:
+    """The site of a group of uses; `module` is that of the first, which holds the parameters."""
+    kind = uses[0].kind
+    if kind == "linear-pair":
+        first, second = pair(module)
+        return Site(uses, (second.weight.shape[0], first.weight.shape[1]), first.weight.shape[0])
+    if kind == "embedding-pair":
+        words, projection = pair(module)
+        return Site(uses, (words.weight.shape[0], projection.weight.shape[0]), words.weight.shape[1])
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    return Site(uses, (columns, rows) if kind == "conv1d" else (rows, columns))

@@ -1,0 +1,1 @@
+"""The language models of the paper, as ordinary modules: they know nothing of pruning."""

@@ -1,0 +1,272 @@
+"""Simple recurrent units (SRU), and the language model that the paper builds of them.
+
+Paper: section 5 "Experimental setup"; the recurrence itself: Lei et al. 2018, in `kernels/sru/reference.py`.
+Shapes: T = steps, B = batch, L = layers, N = inputs, D = width, K = projections per unit, E = width of the embedding,
+V = words.
+Layers take time first, as the recurrence does; the language model takes the batch first, as others do.
+
+The state is carried from window to window by the caller:
+
+    state = None
+    for tokens_BT, targets_BT in windows:
+        logits_BTV, state = model(tokens_BT, state)
+        ...
+        state = state.detach()
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rankwise.kernels.sru import sru
+
+
+class SRULayer(nn.Module):
+    """One layer: u = W norm(x), then the recurrence along time.
+
+    K = 3 where input and state are equally wide: the highway carries the input, before the norm. Otherwise K = 4, and
+    the highway is a projection of its own. The rows of W are K blocks of D: v, p (forget gate), q (reset gate), x'.
+
+    Args:
+        input_width: N.
+        width: D.
+        rank: W is a low-rank pair, N -> rank -> K D; None for one matrix.
+        highway_bias: start of the reset gate's bias; below zero a layer starts close to its input.
+        layer_norm: normalize the input of W.
+        rescale: multiply the highway by sqrt(1 + 2 exp(highway_bias)), so that variance passes through a deep stack.
+            With K = 4 the start of W holds the factor instead.
+        dropout: of the variational mask, one per sequence, on m r (c - x').
+    """
+
+    def __init__(
+        self,
+        input_width: int,
+        width: int,
+        *,
+        rank: int | None = None,
+        highway_bias: float = 0.0,
+        layer_norm: bool = False,
+        rescale: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check(input_width=input_width, width=width, rank=rank, dropout=dropout)
+        self.input_width, self.width = input_width, width
+        self.num_projections = 3 if input_width == width else 4
+        self.highway_bias = highway_bias
+        self.scale = math.sqrt(1 + 2 * math.exp(highway_bias)) if rescale else 1.0
+        self.dropout = dropout
+
+        outputs = self.num_projections * width
+        self.norm = nn.LayerNorm(input_width) if layer_norm else None
+        self.projection: nn.Module = nn.Linear(input_width, outputs, bias=False)
+        if rank is not None:
+            # this form is the low-rank pair that a plan recognises
+            self.projection = nn.Sequential(
+                nn.Linear(input_width, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+            )
+        self.weight_c = nn.Parameter(torch.empty(2 * width))
+        self.bias = nn.Parameter(torch.empty(2 * width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start as the `sru` package does, a low-rank pair included: Var(W) N is 1 for v and x', 1/2 for p and q.
+
+        A factor with n inputs is drawn from U(-sqrt(3 / n), sqrt(3 / n)), so a product of two keeps the variance of
+        one matrix; the released code of the paper leaves `nn.Linear`'s start there, and with it a ninth of that
+        variance. Then v is made smaller for dropout, x' larger for `rescale`, and all of W ten times smaller with
+        layer norm. Var(w_c) = 1/2. Biases are zero but for the highway's.
+        """
+        factors = [module for module in self.projection.modules() if isinstance(module, nn.Linear)]
+        for factor in factors:
+            bound = math.sqrt(3 / factor.in_features)
+            nn.init.uniform_(factor.weight, -bound, bound)
+        sizes = [math.sqrt(1 - self.dropout), math.sqrt(0.5), math.sqrt(0.5), self.scale]
+        for block, size in zip(torch.split(factors[-1].weight, self.width), sizes, strict=False):
+            block.mul_(size if self.norm is None else 0.1 * size)
+
+        nn.init.uniform_(self.weight_c, -math.sqrt(1.5), math.sqrt(1.5))
+        nn.init.zeros_(self.bias)
+        self.bias[self.width :] = self.highway_bias
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
+        steps, batch, _ = x_TBN.shape
+        normed_TBN = x_TBN if self.norm is None else self.norm(x_TBN)
+        u_TBKD = self.projection(normed_TBN).view(steps, batch, self.num_projections, self.width)
+        if c0_BD is None:
+            c0_BD = u_TBKD.new_zeros(batch, self.width)
+        mask_BD = None
+        if self.training and self.dropout > 0:
+            # not in the dtype of the layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
+            mask_BD = F.dropout(torch.ones_like(c0_BD, dtype=torch.float32), self.dropout)
+        return sru(
+            u_TBKD,
+            x_TBN if self.num_projections == 3 else None,
+            self.weight_c.view(2, self.width),
+            self.bias.view(2, self.width),
+            c0_BD,
+            mask_BD,
+            self.scale,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.input_width}, {self.width}, dropout={self.dropout}, scale={self.scale:.4g}"
+
+
+class SRU(nn.Module):
+    """A stack of layers. The last one has no dropout: what follows the stack brings its own.
+
+    Args:
+        rank: of the low-rank pairs in layers 2, 3, ...; None for plain matrices.
+        first_rank: of the first layer, which is most often narrow and then better left a plain matrix (None).
+    The others are those of `SRULayer`.
+    """
+
+    def __init__(
+        self,
+        input_width: int,
+        width: int,
+        num_layers: int,
+        *,
+        rank: int | None = None,
+        first_rank: int | None = None,
+        highway_bias: float = 0.0,
+        layer_norm: bool = False,
+        rescale: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check(num_layers=num_layers)
+        self.layers = nn.ModuleList(
+            SRULayer(
+                input_width if i == 0 else width,
+                width,
+                rank=first_rank if i == 0 else rank,
+                highway_bias=highway_bias,
+                layer_norm=layer_norm,
+                rescale=rescale,
+                dropout=dropout if i + 1 < num_layers else 0.0,
+            )
+            for i in range(num_layers)
+        )
+
+    def forward(self, x_TBN: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs of the last layer (T, B, D), and the state of every layer after the last step (L, B, D)."""
+        if state_LBD is not None and state_LBD.shape[0] != len(self.layers):
+            raise ValueError(
+                f"`state_LBD` must hold {len(self.layers)} layers, but holds {state_LBD.shape[0]} instead. "
+                "Pass the state that this model returned, or None to start from zero."
+            )
+        h, states = x_TBN, []
+        for i, layer in enumerate(self.layers):
+            h, c_BD = layer(h, None if state_LBD is None else state_LBD[i])
+            states.append(c_BD)
+        return h, torch.stack(states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SRUConfig:
+    """Shape of an `SRULanguageModel`. Defaults are the paper's; its enwik8 model: 205, 205, 3056, 6, rank 512."""
+
+    num_words: int
+    """Size of the vocabulary, V."""
+    embedding_width: int
+    """E; where it differs from `width`, the first layer projects its highway."""
+    width: int
+    """D."""
+    num_layers: int
+    """L."""
+    rank: int | None = None
+    """Of the low-rank pairs in layers 2, 3, ...; None for plain matrices."""
+    first_rank: int | None = None
+    """Of the first layer. The paper's enwik8 model leaves it plain; its WikiText-103 model has 512 there too."""
+    highway_bias: float = -3.0
+    """Start of the reset gate's bias."""
+    layer_norm: bool = False
+    """Normalize the input of each layer's projection."""
+    rescale: bool = False
+    """Rescale the highway; see `SRULayer`."""
+    dropout: float = 0.1
+    """Of the embedding, of each layer but the last, and of the output."""
+
+    def __post_init__(self) -> None:
+        _check(**vars(self))
+
+
+class SRULanguageModel(nn.Module):
+    """Embedding, dropout, SRU layers, dropout, output layer.
+
+    Args:
+        config: its shape.
+        embedding: takes the place of the plain one: tokens, of any shape, to vectors (..., E).
+        output: takes the place of the plain one: vectors (..., D) to whatever the model shall return.
+
+    Modules passed in keep their start, and may share parameters with each other.
+    """
+
+    def __init__(self, config: SRUConfig, embedding: nn.Module | None = None, output: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = embedding or _plain_embedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.sru = SRU(
+            config.embedding_width,
+            config.width,
+            config.num_layers,
+            rank=config.rank,
+            first_rank=config.first_rank,
+            highway_bias=config.highway_bias,
+            layer_norm=config.layer_norm,
+            rescale=config.rescale,
+            dropout=config.dropout,
+        )
+        self.output = output or _plain_output(config)
+
+    def forward(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Any, Tensor]:
+        """Logits (B, T, V) of the next word after each token, and the state to give, detached, with the next window."""
+        h_BTD, state_LBD = self.hidden(tokens_BT, state_LBD)
+        return self.output(h_BTD), state_LBD
+
+    def hidden(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
+        e_TBE = self.embedding(tokens_BT.t())
+        h_TBD, state_LBD = self.sru(self.dropout(e_TBE), state_LBD)
+        return self.dropout(h_TBD.transpose(0, 1)), state_LBD
+
+
+def _plain_embedding(config: SRUConfig) -> nn.Embedding:
+    """Rows of length 1 on average: U(-sqrt(3 / E), sqrt(3 / E))."""
+    module = nn.Embedding(config.num_words, config.embedding_width)
+    bound = math.sqrt(3 / config.embedding_width)
+    nn.init.uniform_(module.weight, -bound, bound)
+    return module
+
+
+def _plain_output(config: SRUConfig) -> nn.Linear:
+    """As the paper's code: weight U(-sqrt(3 / V), sqrt(3 / V)), bias zero."""
+    module = nn.Linear(config.width, config.num_words)
+    bound = math.sqrt(3 / config.num_words)
+    nn.init.uniform_(module.weight, -bound, bound)
+    nn.init.zeros_(module.bias)
+    return module
+
+
+def _check(**settings: Any) -> None:
+    """Refuse sizes below 1 and a dropout outside [0, 1)."""
+    for name, value in settings.items():
+        if name == "dropout" and not 0 <= value < 1:
+            raise ValueError(f"`dropout` must lie in [0, 1), but is {value} instead.")
+        if name.endswith("rank") and value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, or None for a plain matrix, but is {value} instead.")
+        if (name.endswith("width") or name.startswith("num_")) and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
