@@ -144,7 +144,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         rw.DataError,
         "`calibration` must hold at least one batch",
     ),
-    "rank multiple of zero": (SPEC.build, {"rank_multiple": 0}, ValueError, "`rank_multiple` must be a whole number of at least 1"),
+    "rank multiple of zero": (
+        SPEC.build,
+        {"rank_multiple": 0},
+        ValueError,
+        "`rank_multiple` must be a whole number of at least 1",
+    ),
     "rank multiple of a half": (SPEC.build, {"rank_multiple": 2.5}, (TypeError, ValueError), "`rank_multiple` must be"),
     "a seed that is no number": (SPEC.build, {"seed": "a"}, (TypeError, ValueError), "`seed` must be"),
     "megabytes for a method that keeps shapes": (

@@ -95,12 +95,9 @@ def _parts(model: nn.Module) -> set[int]:
     parts: set[int] = set()
     for module in model.modules():
         inside = [id(each) for each in module.modules() if each is not module]
+        whole = isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
         # a layer that is also used outside its pair makes the pair two layers like any others
-        if (
-            isinstance(module, LowRankHead)
-            or (kind_of(module) in WHOLES and all(len(parents[i]) == 1 for i in inside))
-            or isinstance(module, nn.Linear | nn.Embedding)
-        ):
+        if whole or (kind_of(module) in WHOLES and all(len(parents[part]) == 1 for part in inside)):
             parts.update(inside)
     return parts
 

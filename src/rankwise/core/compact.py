@@ -29,6 +29,6 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
 
 
 def _made_tensors(model: nn.Module) -> list[Tensor]:
-    """Tensors that modules have computed and kept, as old-style weight norm does: these cannot be copied as they are."""
+    """Tensors that modules have computed and kept, as old-style weight norm does: they cannot be copied as they are."""
     kept = (value for module in model.modules() for value in vars(module).values())
     return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]

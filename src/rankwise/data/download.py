@@ -75,7 +75,7 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise _InterruptedError(reason(getattr(error, "reason", None) or error)) from error
     with response:
-        total = _total(response, have)
+        total = _total(response, part, have)
         if have and response.status == 200:
             have = 0
         with part.open("r+b" if have else "wb") as file:
@@ -110,11 +110,12 @@ def _refused(url: str, part: Path, have: int, error: urllib.error.HTTPError) -> 
     raise DataError(f"{url} must be there, but the server answered {error.code} {error.reason}. {REMEDY}")
 
 
-def _total(response: Any, have: int) -> int | None:
+def _total(response: Any, part: Path, have: int) -> int | None:
     """The length of the whole file, where the server says it."""
     if response.status == 206:
         span, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if span.partition("-")[0] != str(have):
+            part.unlink(missing_ok=True)
             raise _InterruptedError(f"the server sent bytes {span or '?'} instead of those from {have:,} on")
         return int(total) if total.isdigit() else None
     length = response.headers.get("Content-Length")

@@ -46,7 +46,7 @@ def _blocks() -> Iterator[bytes]:
     if not documents:
         raise DataError(
             f"The corpus pydoc needs the sources of Python's standard library, but {library} holds none. "
-            "Give a text of your own: --corpus PATH."
+            "Give the path of a text of your own instead."
         )
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
         yield (documents[name].strip("\n") + "\n\n").encode("utf-8", "replace")

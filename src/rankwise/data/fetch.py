@@ -14,6 +14,10 @@ from rankwise.data.text import Progress, check_digest, reason
 from rankwise.errors import DataError
 
 
+class DamagedError(DataError):
+    """An archive that does not hold what it should."""
+
+
 def fetch(published: Published, folder: Path, progress: Progress | None = None) -> None:
     """Fill `folder` with the files of a published corpus; those already there are kept."""
     if all((folder / name).is_file() for name in published.files):
@@ -23,7 +27,7 @@ def fetch(published: Published, folder: Path, progress: Progress | None = None) 
         _download(published, archive, progress)
     try:
         unpack(archive, published, folder)
-    except DataError:
+    except DamagedError:
         archive.unlink(missing_ok=True)
         raise
     archive.unlink(missing_ok=True)
@@ -36,12 +40,12 @@ def unpack(archive: Path, published: Published, folder: Path) -> None:
             members = {member.rpartition("/")[2]: member for member in packed.namelist()}
             missing = sorted(set(published.files) - set(members))
             if missing:
-                raise DataError(f"{archive} must hold {missing[0]}, but does not. {REMEDY}")
+                raise DamagedError(f"{archive} must hold {missing[0]}, but does not. {REMEDY}")
             folder.mkdir(parents=True, exist_ok=True)
             for name, digest in published.files.items():
                 _take(packed, members[name], folder / name, digest)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise DataError(f"{archive} must be a whole zip archive, but is not: {reason(error)}. {REMEDY}") from error
+        raise DamagedError(f"{archive} must be a whole zip archive, but is not: {reason(error)}. {REMEDY}") from error
     except OSError as error:
         raise DataError(
             f"{archive} must be unpacked into {folder}, but that failed: {reason(error)}. "
@@ -57,7 +61,7 @@ def _take(packed: zipfile.ZipFile, member: str, path: Path, digest: str) -> None
         try:
             check_digest(unfinished, digest, REMEDY)
         except DataError as error:
-            raise DataError(str(error).replace(str(unfinished), f"{member} in {packed.filename}")) from None
+            raise DamagedError(str(error).replace(str(unfinished), f"{member} in {packed.filename}")) from None
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from rankwise.errors import DataError
 
 BLOCK_TOKENS = 1024 * 1024
 STALE_SECONDS = 24 * 3600.0
-WRONG_FILE = "Fetch it again, or give it as a text of your own: --corpus PATH."
+WRONG_FILE = "Fetch it again, or give its path as that of a text of your own."
 
 
 @dataclass(frozen=True, kw_only=True)

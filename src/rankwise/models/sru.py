@@ -2,8 +2,7 @@
 
 Paper: section 5 "Experimental setup"; the recurrence itself: Lei et al. 2018, in `kernels/sru/reference.py`.
 Shapes: T = steps, B = batch, L = layers, N = inputs, D = width, K = projections per unit, E = width of the embedding,
-V = words.
-Layers take time first, as the recurrence does; the language model takes the batch first, as others do.
+V = words. Layers take time first, as the recurrence does; the language model takes the batch first, as all models here.
 
 The state is carried from window to window by the caller:
 
@@ -65,9 +64,11 @@ class SRULayer(nn.Module):
 
         outputs = self.num_projections * width
         self.norm = nn.LayerNorm(input_width) if layer_norm else None
-        self.projection: nn.Module = nn.Linear(input_width, outputs, bias=False)
-        if rank is not None:
-            # this form is the low-rank pair that a plan recognises
+        self.projection: nn.Module
+        if rank is None:
+            self.projection = nn.Linear(input_width, outputs, bias=False)
+        else:
+            # in this form a plan recognises it as one matrix, low-rank already
             self.projection = nn.Sequential(
                 nn.Linear(input_width, rank, bias=False), nn.Linear(rank, outputs, bias=False)
             )
@@ -100,11 +101,10 @@ class SRULayer(nn.Module):
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
-        steps, batch, _ = x_TBN.shape
         normed_TBN = x_TBN if self.norm is None else self.norm(x_TBN)
-        u_TBKD = self.projection(normed_TBN).view(steps, batch, self.num_projections, self.width)
+        u_TBKD = self.projection(normed_TBN).unflatten(-1, (self.num_projections, self.width))
         if c0_BD is None:
-            c0_BD = u_TBKD.new_zeros(batch, self.width)
+            c0_BD = u_TBKD.new_zeros(x_TBN.shape[1], self.width)
         mask_BD = None
         if self.training and self.dropout > 0:
             # not in the dtype of the layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
@@ -208,8 +208,8 @@ class SRULanguageModel(nn.Module):
 
     Args:
         config: its shape.
-        embedding: takes the place of the plain one: tokens, of any shape, to vectors (..., E).
-        output: takes the place of the plain one: vectors (..., D) to whatever the model shall return.
+        embedding: takes the place of the plain one: tokens, in any form it likes, to vectors (B, T, E).
+        output: takes the place of the plain one: vectors (B, T, D) to whatever the model shall return.
 
     Modules passed in keep their start, and may share parameters with each other.
     """
@@ -217,7 +217,7 @@ class SRULanguageModel(nn.Module):
     def __init__(self, config: SRUConfig, embedding: nn.Module | None = None, output: nn.Module | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = embedding or _plain_embedding(config)
+        self.embedding = _plain_embedding(config) if embedding is None else embedding
         self.dropout = nn.Dropout(config.dropout)
         self.sru = SRU(
             config.embedding_width,
@@ -230,17 +230,17 @@ class SRULanguageModel(nn.Module):
             rescale=config.rescale,
             dropout=config.dropout,
         )
-        self.output = output or _plain_output(config)
+        self.output = _plain_output(config) if output is None else output
 
-    def forward(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Any, Tensor]:
+    def forward(self, tokens_BT: Any, state_LBD: Tensor | None = None) -> tuple[Any, Tensor]:
         """Logits (B, T, V) of the next word after each token, and the state to give, detached, with the next window."""
         h_BTD, state_LBD = self.hidden(tokens_BT, state_LBD)
         return self.output(h_BTD), state_LBD
 
-    def hidden(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def hidden(self, tokens_BT: Any, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
-        e_TBE = self.embedding(tokens_BT.t())
-        h_TBD, state_LBD = self.sru(self.dropout(e_TBE), state_LBD)
+        e_BTE = self.dropout(self.embedding(tokens_BT))
+        h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD)
         return self.dropout(h_TBD.transpose(0, 1)), state_LBD
 
 
