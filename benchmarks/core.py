@@ -25,7 +25,7 @@ import rankwise as rw
 from rankwise.core.control import Controller
 from rankwise.core.gates import HardConcreteGate
 
-REPEATS = 2
+REPEATS = 5
 
 
 def factorized_encoder(device: str) -> nn.Module:

@@ -129,7 +129,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         TypeError,
         r"flop-l0 needs `anneal_steps`. Example: Pruner\(model, budget, .*'flop-l0', anneal_steps=1000\).",
     ),
-    "a setting out of range": (SPEC.build, {"anneal_steps": 0}, ValueError, "`anneal_steps` must be at least 1"),
+    "a setting out of range": (
+        SPEC.build,
+        {"anneal_steps": 0},
+        ValueError,
+        "`anneal_steps` must be a whole number of at least 1",
+    ),
     "no budget": (SPEC.build, {"budget": 0.8}, TypeError, r"`budget` must be a Budget, but is 0.8 instead. Example"),
     "an unknown init": (
         SPEC.build,

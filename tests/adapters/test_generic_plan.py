@@ -307,6 +307,7 @@ class Keeper(nn.Module):
         (Doubled(4, 4), "", "Doubled has a forward of its own"),
         (nn.Embedding(5, 4, max_norm=1.0), "", "an embedding with `max_norm` or `sparse`"),
         (nn.Embedding(5, 4, sparse=True), "", "an embedding with `max_norm` or `sparse`"),
+        (nn.Embedding(5, 4, scale_grad_by_freq=True), "", "`scale_grad_by_freq`"),
         (nn.LSTM(4, 4), "", "LSTM is not a linear layer or an embedding"),
         (nn.Bilinear(4, 4, 4), "", "Bilinear is not a linear layer or an embedding"),
         (nn.Conv2d(4, 4, 1), "", "Conv2d is not a linear layer or an embedding"),
@@ -460,6 +461,23 @@ def test_a_layer_that_is_read_by_index_is_left_out() -> None:
             return self.head(x)
 
     assert names(find_plan(Indexed())) == {"head"}
+
+
+class TakenApart(nn.Module):
+    """Calls the layers of its pair one by one, with something between."""
+
+    def __init__(this) -> None:  # noqa: N805
+        super().__init__()
+        this.pair = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16))
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        return this.pair[1](torch.tanh(this.pair[0](x)))
+
+
+def test_a_pair_that_is_taken_apart_is_two_layers() -> None:
+    model = TakenApart()
+    assert kinds(find_plan(model)) == {"pair.0": "linear", "pair.1": "linear"}
+    assert_trains_and_exports(model, torch.randn(3, 16))
 
 
 class SharedHalf(nn.Module):

@@ -378,8 +378,8 @@ def test_the_default_learning_rate_lets_gates_decide_on_every_ramp(anneal_steps:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"anneal_steps": 0}, "`anneal_steps` must be at least 1, but is 0 instead."),
-        ({"anneal_steps": -5}, "`anneal_steps` must be at least 1, but is -5 instead."),
+        ({"anneal_steps": 0}, "`anneal_steps` must be a whole number of at least 1, but is 0 instead."),
+        ({"anneal_steps": -5}, "`anneal_steps` must be a whole number of at least 1, but is -5 instead."),
         ({"gate_lr": -0.1}, "`gate_lr` must be positive.*, but is -0.1 instead."),
         ({"gate_lr": 0.0}, "`gate_lr` must be positive.*, but is 0.0 instead."),
         ({"gate_lr": float("nan")}, "`gate_lr` must be positive.*, but is nan instead."),

@@ -295,10 +295,10 @@ def test_a_ramp_of_no_steps_prunes_at_once(method: str) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"anneal_steps": -1}, "`anneal_steps` must be at least 0, but is -1 instead."),
-        ({"anneal_steps": 5, "mask_every": 0}, "`mask_every` must be at least 1, but is 0 instead."),
-        ({"anneal_steps": 5, "diagonal_lr": -0.1}, "`diagonal_lr` must be at least 0, but is -0.1 instead."),
-        ({"anneal_steps": 5, "l1": -1e-3}, "`l1` must be at least 0, but is -0.001 instead."),
+        ({"anneal_steps": -1}, "`anneal_steps` must be at least 0 and finite, but is -1 instead."),
+        ({"anneal_steps": 5, "mask_every": 0}, "`mask_every` must be at least 1 and finite, but is 0 instead."),
+        ({"anneal_steps": 5, "diagonal_lr": -0.1}, "`diagonal_lr` must be at least 0 and finite, but is -0.1 instead."),
+        ({"anneal_steps": 5, "l1": -1e-3}, "`l1` must be at least 0 and finite, but is -0.001 instead."),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:

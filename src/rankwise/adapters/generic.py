@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rankwise.adapters.kinds import WHOLES, kind_of, matrix_key, site_of, why_not
-from rankwise.adapters.readers import readers
+from rankwise.adapters.readers import indexed, readers
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
 from rankwise.errors import PlanError
@@ -93,11 +93,13 @@ def _parts(model: nn.Module) -> set[int]:
             for child in module.children():
                 parents[id(child)].add(id(module))
     parts: set[int] = set()
+    taken_apart = indexed(model)
     for module in model.modules():
         inside = [id(each) for each in module.modules() if each is not module]
         whole = isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
         # a layer that is also used outside its pair makes the pair two layers like any others
-        if whole or (kind_of(module) in WHOLES and all(len(parents[part]) == 1 for part in inside)):
+        pair = kind_of(module) in WHOLES and id(module) not in taken_apart
+        if whole or (pair and all(len(parents[part]) == 1 for part in inside)):
             parts.update(inside)
     return parts
 
@@ -133,7 +135,7 @@ def _sites(model: nn.Module, uses: list[Use], refused: dict[str, str]) -> tuple[
         kinds = {use.kind for use in group}
         if others:
             why = refused.get(others[0], "it uses the weight in a way of its own")
-            unsafe |= {use.name: f"tied to {others[0]}, which is left out: {why}" for use in group}
+            unsafe |= {use.name: f"tied to {others[0] or '(model)'}, which is left out: {why}" for use in group}
         elif kinds == {"low-rank-head"}:
             unsafe |= {use.name: "its embedding is not part of a pair in the model" for use in group}
         elif "conv1d" in kinds and len(kinds) > 1:

@@ -55,8 +55,8 @@ def _refusal(module: nn.Module) -> str | None:
         return f"{name} holds more than a weight and a bias"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "its weight is made from something else"
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return "an embedding with `max_norm` or `sparse` changes rows outside autograd"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        return "an embedding with `max_norm` or `sparse` or `scale_grad_by_freq` treats its rows in a way of its own"
     return None
 
 

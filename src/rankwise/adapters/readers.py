@@ -15,6 +15,7 @@ from functools import cache
 from torch import nn
 
 _WEIGHT = re.compile(r"self\.([\w.]+)(\[.+\])?\.(?:weight|bias)")
+_ITEM = re.compile(r"self\.([\w.]+)\[.+\]")
 _BUILDING = re.compile(r"__init__|_?init_weights|_?reset_parameters|_?tie_\w+|from_\w+")
 """Functions that run before training, when reading a weight does no harm."""
 
@@ -23,20 +24,36 @@ def readers(model: nn.Module) -> dict[int, str]:
     """Modules whose weight or bias another module reads when it runs, by identity, and the class that does."""
     found: dict[int, str] = {}
     for module in model.modules():
-        for path, indexed in _read_by(type(module)):  # type: ignore[arg-type]
-            try:
-                read = module.get_submodule(path)
-            except AttributeError:
-                continue
-            for each in read.children() if indexed else [read]:
-                found[id(each)] = type(module).__name__
+        for text in _attributes(type(module)):  # type: ignore[arg-type]
+            match = _WEIGHT.fullmatch(text)
+            read = _child(module, match[1]) if match else None
+            if match and read is not None:
+                found |= {id(each): type(module).__name__ for each in (read.children() if match[2] else [read])}
     return found
 
 
+def indexed(model: nn.Module) -> set[int]:
+    """Modules of which another module takes a single item when it runs, by identity."""
+    found: set[int] = set()
+    for module in model.modules():
+        for text in _attributes(type(module)):  # type: ignore[arg-type]
+            match = _ITEM.fullmatch(text)
+            if match and (child := _child(module, match[1])) is not None:
+                found.add(id(child))
+    return found
+
+
+def _child(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 @cache
-def _read_by(cls: type[nn.Module]) -> frozenset[tuple[str, bool]]:
-    """The x of every `self.x.weight`, and whether it is an item of x, in code that runs after a class is built."""
-    found: set[tuple[str, bool]] = set()
+def _attributes(cls: type[nn.Module]) -> frozenset[str]:
+    """Every `self.x...` and `self.x[...]` in the code that a class runs after it is built, as text."""
+    found: set[str] = set()
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
@@ -44,6 +61,12 @@ def _read_by(cls: type[nn.Module]) -> frozenset[tuple[str, bool]]:
             continue
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and not _BUILDING.fullmatch(function.name):
-                texts = (ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute))
-                found |= {(match[1], bool(match[2])) for text in texts if (match := _WEIGHT.fullmatch(text))}
+                found |= _texts(function)
     return frozenset(found)
+
+
+def _texts(function: ast.FunctionDef) -> set[str]:
+    own = function.args.args[0].arg if function.args.args else "self"
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute | ast.Subscript))
+    texts = (ast.unparse(node) for node in nodes)
+    return {"self" + text.removeprefix(own) for text in texts if text.startswith(own + ".")}

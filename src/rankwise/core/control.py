@@ -168,7 +168,9 @@ class Controller(State, ABC):
     def gradient(self, grad_scale: float) -> Tensor:
         """dL/dz of all gates as one flat vector: averaged over ranks, loss scale removed, zero if not finite."""
         grads = [gate.z.grad if gate.z is not None else None for gate in self.gates]
-        if all(grad is None for grad in grads):
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        # one rank alone may have had nothing to learn from; it must not leave the others waiting
+        if ranks == 1 and all(grad is None for grad in grads):
             raise RankwiseError(
                 "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
                 "it, with the model in training mode."
@@ -176,9 +178,9 @@ class Controller(State, ABC):
         sized = zip(grads, self.layout.sizes, strict=True)
         parts = [self.steps.new_zeros(size, dtype=torch.float) if grad is None else grad for grad, size in sized]
         flat = torch.cat(parts) / grad_scale
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if ranks > 1:
             dist.all_reduce(flat)
-            flat /= dist.get_world_size()
+            flat /= ranks
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
 
     def fill(self, z: Tensor) -> None:

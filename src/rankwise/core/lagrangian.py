@@ -62,8 +62,10 @@ class Lagrangian:
     """The distribution is stretched to (-stretch, 1 + stretch)."""
 
     def __post_init__(self) -> None:
-        if not self.anneal_steps >= 1:
-            raise ValueError(f"`anneal_steps` must be at least 1, but is {self.anneal_steps} instead.")
+        if not isinstance(self.anneal_steps, int) or self.anneal_steps < 1:
+            raise ValueError(
+                f"`anneal_steps` must be a whole number of at least 1, but is {self.anneal_steps!r} instead."
+            )
         for name in ("gate_lr", "multiplier_lr"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -158,7 +160,7 @@ class LagrangianController(Controller):
     def noise(self) -> Tensor:
         """The uniform noise of this step: a function of seed and step alone, so all ranks and resumed runs agree."""
         device = self.moments.device
-        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self.step)
+        generator = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.step) % 2**63)
         return torch.rand(self.layout.total, generator=generator, device=device)
 
     def gap(self, alpha: Tensor) -> Tensor:

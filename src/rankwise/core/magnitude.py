@@ -6,6 +6,7 @@ As in the released code, every matrix loses the same fraction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +38,11 @@ class GradualPruning:
 
     def __post_init__(self) -> None:
         for name, least in (("anneal_steps", 0), ("mask_every", 1), ("diagonal_lr", 0), ("l1", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, but is {getattr(self, name)} instead.")
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"`{name}` must be at least {least} and finite, but is {value} instead.")
+            if name.endswith(("steps", "every")) and not isinstance(value, int):
+                raise ValueError(f"`{name}` must be a whole number, but is {value} instead.")
 
 
 class MagnitudeController(Controller):
