@@ -21,6 +21,7 @@ from rankwise.core.budget import Account, Budget, SizeReport, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
+from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, source
 from rankwise.core.surgery import install
 from rankwise.errors import BudgetError, PlanError, RankwiseError
@@ -82,6 +83,7 @@ class Pruner:
             matrices.append(self.method.represent(site, found, gate, factors))
             install(model, site, matrices[-1])
             del found
+            trim()
         self.controller: Controller = self.method.controller(
             matrices, self.account, self.limit, seed=seed, rank_multiple=rank_multiple
         )
