@@ -10,7 +10,7 @@ from functools import cache
 def trim() -> None:
     """Let the C library return what was freed.
 
-    glibc keeps the holes that freed weights leave between other blocks, too small by a few bytes for an aligned block of
+    glibc keeps the holes that freed weights leave between other blocks, a few bytes too small for an aligned block of
     the same size, and grows the process instead: without this, gating a model takes half its size more.
     """
     library = _libc()
