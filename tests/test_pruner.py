@@ -415,3 +415,15 @@ def test_megabytes_are_those_of_the_saved_tensors(method: str) -> None:
     state = pruner.compact().state_dict()
     tensors = {t.data_ptr() or id(t): t for t in state.values()}
     assert sum(t.numel() * t.element_size() for t in tensors.values()) <= budget.megabytes * 1e6
+
+
+def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:
+    spec = Spec(width=12, num_words=20)
+    model, pruner = pruned(spec, "flop-l0", rw.Budget(removed=0.4))
+    model.load_state_dict(model.state_dict())
+    for training in (True, False):
+        model.train(training)
+        with torch.inference_mode():
+            model(batch(spec))
+        model(batch(spec)).sum().backward()
+    assert pruner.steps == 10

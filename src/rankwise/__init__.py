@@ -1,6 +1,6 @@
 """rankwise makes a language model as small as you ask.
 
-pruner = rankwise.Pruner(model, rankwise.Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
+`Pruner` gates a model and moves its gates as it trains; `Budget` names the size; `compress` needs no training.
 """
 
 from rankwise.adapters.generic import find_plan as find_plan

@@ -1,10 +1,6 @@
 """The pruner: the one object a training loop meets.
 
-pruner = Pruner(model, Budget(removed=0.8), method="flop-l0", anneal_steps=4_000)
-...
-loss.backward(); optimizer.step(); pruner.step(); optimizer.zero_grad()
-...
-small = pruner.compact()
+It gates a model in place, moves the gates by one call a step, and gives back a compact model.
 """
 
 from __future__ import annotations

@@ -141,12 +141,15 @@ class Controller(State, ABC):
 
     def make_ready(self, *, evaluation: bool) -> None:
         """Make the masks that are about to be used, unless they stand already."""
-        if evaluation and not self._standing:
-            self._standing = True
-            self._stand()
-        elif not evaluation and not self._drawn:
-            self._drawn = True
-            with torch.no_grad():
+        if self._standing if evaluation else self._drawn:
+            return
+        # outside inference mode, whose tensors a later backward pass could not use
+        with torch.inference_mode(False), torch.no_grad():
+            if evaluation:
+                self._standing = True
+                self._stand()
+            else:
+                self._drawn = True
                 self.draw()
 
     def outdate(self) -> None:
@@ -155,7 +158,6 @@ class Controller(State, ABC):
         if not self.steps.is_meta:
             self._step = int(self.steps)
 
-    @torch.no_grad()
     def _stand(self) -> None:
         """Masks for evaluation: what would be exported at the current target."""
         for i, kept in enumerate(self.choose(self.target())):
