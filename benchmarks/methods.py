@@ -18,29 +18,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import Block
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import rankwise as rw
 
 LENGTH, BATCH = 256, 64
-
-
-class Block(nn.Module):
-    """A causal transformer layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.num_heads = width // 64
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm_1(x)
-        q, k, v = (f(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Characters(nn.Module):
@@ -51,7 +35,7 @@ class Characters(nn.Module):
         self.words, self.positions = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         nn.init.normal_(self.words.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(width, width // 64, causal=True) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         self.head.weight = self.words.weight

@@ -1,4 +1,4 @@
-"""The models that benchmarks measure: an encoder of the size of BERT-base, in plain PyTorch."""
+"""The models that benchmarks measure, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 class Block(nn.Module):
     """A transformer layer: attention and feed-forward, normalized first."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.causal = num_heads, causal
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -20,7 +20,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm_1(x)
         q, k, v = (f(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 

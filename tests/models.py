@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rankwise.modules import LowRankHead
@@ -83,6 +84,18 @@ class TinyModel(nn.Module):
         for part in self.body:
             h = h + torch.tanh(part(h))
         return self.head(h)
+
+
+specs = st.builds(
+    Spec,
+    num_words=st.integers(2, 13),
+    width=st.integers(1, 9),
+    inner=st.integers(1, 12),
+    front=st.sampled_from(["embedding", "pair"]),
+    back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),
+    parts=st.lists(st.sampled_from(["linear", "nested", "pair", "shared", "conv1d", "norm"]), max_size=5).map(tuple),
+)
+"""Module trees of every kind, for hypothesis."""
 
 
 def batch(spec: Spec, size: int = 16, length: int = 5, seed: int = 0) -> Tensor:

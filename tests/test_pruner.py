@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Spec, TinyModel, batch
+from models import Spec, TinyModel, batch, specs
 from torch import nn
 
 import rankwise as rw
@@ -33,16 +33,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 PRUNING = [name for name in METHODS if name != "dense"]
 LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0"]
-
-specs = st.builds(
-    Spec,
-    num_words=st.integers(2, 13),
-    width=st.integers(2, 9),
-    inner=st.integers(1, 12),
-    front=st.sampled_from(["embedding", "pair"]),
-    back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),
-    parts=st.lists(st.sampled_from(["linear", "nested", "pair", "shared", "conv1d", "norm"]), max_size=5).map(tuple),
-)
 
 
 def train(model: nn.Module, pruner: rw.Pruner, spec: Spec, steps: int, start: int = 0) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
-from hypothesis import strategies as st
-from models import Conv1D, Spec, batch
+from models import Conv1D, Spec, batch, specs
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
@@ -18,16 +17,6 @@ from rankwise.adapters.generic import find_plan, split_pairs
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import Plan, Site, Use
 from rankwise.modules import LowRankHead, linear
-
-specs = st.builds(
-    Spec,
-    num_words=st.integers(2, 13),
-    width=st.integers(1, 9),
-    inner=st.integers(1, 12),
-    front=st.sampled_from(["embedding", "pair"]),
-    back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),
-    parts=st.lists(st.sampled_from(["linear", "nested", "pair", "shared", "conv1d", "norm"]), max_size=5).map(tuple),
-)
 
 
 def kinds(plan: Plan) -> dict[str, str]:
