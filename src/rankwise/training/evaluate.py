@@ -1,0 +1,65 @@
+"""Evaluation: the whole text once, from an empty state that is carried from window to window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rankwise.data.corpus import Unit
+from rankwise.data.windows import IGNORED, Evaluation
+from rankwise.training.language import LanguageModel, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """How well a model predicts a text."""
+
+    loss: float
+    """Mean negative log likelihood of a token, in nats."""
+    num_targets: int
+    unit: Unit
+
+    @property
+    def measure(self) -> str:
+        """The name of the figure that is reported for this unit."""
+        return "bits_per_character" if self.unit == "character" else "perplexity"
+
+    @property
+    def value(self) -> float:
+        """Bits per character, or perplexity per word."""
+        return in_unit(self.loss, self.unit)
+
+    def record(self) -> dict[str, float | int]:
+        return {"loss": self.loss, self.measure: self.value, "num_targets": self.num_targets}
+
+
+def in_unit(loss: float, unit: Unit) -> float:
+    """Nats per token as bits per character, or as perplexity."""
+    if unit == "character":
+        return loss / math.log(2)
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(
+    language: LanguageModel, text: Evaluation, unit: Unit, *, check: Callable[[], None] = lambda: None
+) -> Quality:
+    """Quality over every target of `text`, each once. `check` is called between windows, and may raise to stop."""
+    was_training = language.training
+    language.eval()
+    try:
+        total, num_targets = torch.zeros((), dtype=torch.float64), 0
+        state: State | None = None
+        for x_BT, y_BT in text:
+            check()
+            loss, state = language(x_BT, y_BT, state)
+            counted = int((y_BT != IGNORED).sum())
+            # on the CPU in float64: windows are few, and a GPU that waits here has nothing else to do
+            total += loss.double().cpu() * counted
+            num_targets += counted
+    finally:
+        language.train(was_training)
+    return Quality(loss=float(total) / num_targets, num_targets=num_targets, unit=unit)

@@ -1,0 +1,68 @@
+"""What the loop sees of a language model: tokens, targets and a carried state in, the mean loss and a new state out.
+
+Shapes: B = streams, T = window, D = width, V = words, N = targets that count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rankwise.data.windows import IGNORED
+from rankwise.models.adaptive import AdaptiveSoftmax, split_words
+from rankwise.models.sru import SRULanguageModel
+
+State = Tensor | tuple[Tensor, ...]
+"""What a model carries from window to window: the SRU a tensor, Transformer-XL one a layer."""
+
+
+class LanguageModel(nn.Module):
+    """The loss of any model that maps (tokens, state) to (logits, state), gated and compact ones included.
+
+    An `SRULanguageModel` whose output is an `AdaptiveSoftmax` never builds logits of the whole vocabulary.
+    Tokens and targets may lie on the CPU; targets that are `IGNORED` do not count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The mean loss in nats over the targets that count, and the state after the window."""
+        softmax = getattr(self.model, "output", None)
+        if isinstance(self.model, SRULanguageModel) and isinstance(softmax, AdaptiveSoftmax):
+            return self._adaptive_loss(self.model, softmax, tokens_BT, targets_BT, state)
+        logits_BTV, state = self.model(tokens_BT.to(self.device, non_blocking=True), state)
+        targets_BT = targets_BT.to(self.device, non_blocking=True)
+        logits = logits_BTV.flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED), state
+
+    def _adaptive_loss(
+        self, model: SRULanguageModel, softmax: AdaptiveSoftmax, tokens_BT: Tensor, targets_BT: Tensor, state: Any
+    ) -> tuple[Tensor, State]:
+        # words are sorted into clusters where they lie, so that from the CPU no GPU is made to wait
+        tokens = split_words(tokens_BT, softmax.config) if _takes_split(model) else tokens_BT
+        h_BTD, state = model.hidden(tokens.to(self.device), state)
+        counted_N = (targets_BT.flatten() != IGNORED).nonzero().squeeze(1)
+        targets = split_words(targets_BT.flatten()[counted_N], softmax.config).to(self.device)
+        h_ND = h_BTD.flatten(0, 1)
+        if len(counted_N) < len(h_ND):
+            h_ND = h_ND.index_select(0, counted_N.to(self.device))
+        return softmax.loss(h_ND, targets), state
+
+
+def _takes_split(model: SRULanguageModel) -> bool:
+    return hasattr(model.embedding, "clusters")
+
+
+def detached(state: State) -> State:
+    """The same state, cut off from the graph that made it."""
+    return state.detach() if isinstance(state, Tensor) else tuple(part.detach() for part in state)
