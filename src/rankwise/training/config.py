@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rankwise.training.schedules import SCHEDULES
 
@@ -95,6 +96,13 @@ class TrainingConfig:
 
 HOUSEKEEPING = ("checkpoint_every", "keep")
 """Settings that change neither weights nor metrics, so a resumed run may have others."""
+
+
+def binding(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's configuration that it may not change when it goes on."""
+    training = {key: value for key, value in configuration["training"].items() if key not in HOUSEKEEPING}
+    return {**configuration, "training": training}
+
 
 _WHOLE = {
     "steps": 1,

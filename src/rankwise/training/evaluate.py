@@ -30,17 +30,13 @@ class Quality:
     @property
     def value(self) -> float:
         """Bits per character, or perplexity per word."""
-        return in_unit(self.loss, self.unit)
+        if self.unit == "character":
+            return self.loss / math.log(2)
+        # JSON has no infinity
+        return math.exp(min(self.loss, 700.0))
 
     def record(self) -> dict[str, float | int]:
         return {"loss": self.loss, self.measure: self.value, "num_targets": self.num_targets}
-
-
-def in_unit(loss: float, unit: Unit) -> float:
-    """Nats per token as bits per character, or as perplexity."""
-    if unit == "character":
-        return loss / math.log(2)
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()

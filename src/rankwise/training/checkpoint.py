@@ -1,0 +1,142 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, in safetensors and JSON.
+
+`checkpoints/step-N` holds `model.safetensors` (weights, gates, multipliers), `training.safetensors` (optimizer, carried
+state, random numbers) and `checkpoint.json`. A folder gets its name when it is complete. `step-N-unevaluated` is one
+that was interrupted before the evaluation of step N.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rankwise.errors import CheckpointError
+from rankwise.training.files import reason, same_tensors, sync, write_json, write_tensors
+
+FORMAT, VERSION = "rankwise-checkpoint", 1
+_NAME = re.compile(r"step-(\d+)(-unevaluated)?")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What is written, and read back."""
+
+    step: int
+    evaluated: bool
+    """Whether evaluation and metrics of `step` are done."""
+    model: dict[str, Tensor]
+    training: dict[str, Tensor]
+    about: dict[str, Any]
+    """JSON: the configuration, and numbers such as the best result so far."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[tuple[int, bool]]:
+        """(step, evaluated) of every complete checkpoint, the latest last."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted((int(match[1]), match[2] is None) for match in found if match)
+
+    def save(self, checkpoint: Checkpoint, best: int | None) -> None:
+        """Write a checkpoint, then remove what is older than the last `keep`, the one of step `best` excepted."""
+        target = self._path(checkpoint.step, checkpoint.evaluated)
+        if not target.exists():
+            self._write(checkpoint, target)
+        last = self.steps()[-self.keep :]
+        for step, evaluated in self.steps():
+            stale = not evaluated and (step, True) in last
+            if stale or ((step, evaluated) not in last and not (evaluated and step == best)):
+                self._remove(self._path(step, evaluated))
+
+    def load(self, step: int, evaluated: bool = True) -> Checkpoint:
+        """Read a checkpoint; what is damaged is refused."""
+        path = self._path(step, evaluated)
+        try:
+            about = json.loads((path / "checkpoint.json").read_bytes())
+            if (about["format"], about["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
+            model = load_file(path / "model.safetensors")
+            model.update({name: model[first] for name, first in about["tied"].items()})
+            return Checkpoint(step, evaluated, model, load_file(path / "training.safetensors"), about["about"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"A checkpoint must be whole, but {path} is not: {reason(error)}. "
+                "Remove that folder; the run goes on from the one before."
+            ) from error
+
+    def sweep(self) -> None:
+        """Remove what a killed run left unfinished."""
+        for entry in self.folder.glob(".step-*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def _write(self, checkpoint: Checkpoint, target: Path) -> None:
+        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            unfinished.mkdir(parents=True)
+            distinct, tied = same_tensors(checkpoint.model)
+            write_tensors(unfinished / "model.safetensors", distinct)
+            write_tensors(unfinished / "training.safetensors", checkpoint.training)
+            content = {"format": FORMAT, "version": VERSION, "tied": tied, "about": checkpoint.about}
+            write_json(unfinished / "checkpoint.json", content)
+            sync(unfinished)
+            os.rename(unfinished, target)
+            sync(self.folder)
+        except (OSError, SafetensorError, ValueError) as error:
+            steps = [step for step, _ in self.steps()]
+            last = f"The last one, of step {steps[-1]}, is untouched" if steps else "There was none before"
+            raise CheckpointError(
+                f"The checkpoint of step {checkpoint.step} must be written to {self.folder}, but that failed: "
+                f"{reason(error)}. {last}; free some space and run again."
+            ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _remove(self, path: Path) -> None:
+        # renamed first: a run that is killed now leaves no half of a checkpoint under its name
+        gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(path, gone)
+        except OSError:
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _path(self, step: int, evaluated: bool) -> Path:
+        return self.folder / f"step-{step}{'' if evaluated else '-unevaluated'}"
+
+
+def check_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to resume a run with another configuration than it began with."""
+    for key in sorted({*then, *now}):
+        before, after = then.get(key), now.get(key)
+        if before == after:
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            check_same(before, after, folder)
+        else:
+            raise CheckpointError(
+                f"A run resumes with the configuration it began with, but in {folder} `{key}` was {_short(before)} "
+                f"and is now {_short(after)}. Restore it, or choose another folder."
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
