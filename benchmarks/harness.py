@@ -114,6 +114,11 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, marked where the tree differs from it."""
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent)
-    return run.stdout.strip() or "unknown"
+    """The commit that was measured, marked where the tree differs from it in more than these results."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent.parent)
+
+    head = git("rev-parse", "--short", "HEAD").stdout.strip()
+    same = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results.csv").returncode == 0
+    return (head if same else f"{head}-dirty") or "unknown"
