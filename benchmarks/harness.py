@@ -34,28 +34,16 @@ COLUMNS = [
 ]
 
 
-def seconds(function: Callable[[], object], repeats: int) -> list[float]:
-    """Wall-clock times of `repeats` calls, on the GPU up to its end; one call more first, untimed."""
-    times = []
-    for i in range(repeats + 1):
-        _wait()
-        start = time.perf_counter()
-        function()
-        _wait()
-        if i:
-            times.append(time.perf_counter() - start)
-    return times
-
-
 def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of several functions taken in turn, so that a slow spell of the machine meets them all."""
+    """Wall-clock times of several functions, taken in turn so that a slow spell of the machine meets them all.
+
+    The first round is a warm-up and is not kept.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for i in range(repeats + 1):
+    for _ in range(repeats + 1):
         for name, function in functions.items():
-            (taken,) = seconds(function, 1)[-1:] if i == 0 else [_once(function)]
-            if i:
-                times[name].append(taken)
-    return times
+            times[name].append(_once(function))
+    return {name: taken[1:] for name, taken in times.items()}
 
 
 def _once(function: Callable[[], object]) -> float:

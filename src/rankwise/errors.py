@@ -1,5 +1,8 @@
 """The errors a user of rankwise can meet. Each message says the rule, the value, the remedy."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class RankwiseError(Exception):
     """Base of every error that rankwise raises on purpose."""
@@ -19,3 +22,9 @@ class CheckpointError(RankwiseError, OSError):
 
 class DataError(RankwiseError, ValueError):
     """Data that is missing, damaged or of the wrong form."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The part of a message that guesses what was meant: empty where nothing is close."""
+    found = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""

@@ -291,7 +291,7 @@ def test_published_files_are_found_in_the_data_folder_and_checked(tmp_path, cach
 
 
 BAD = {
-    "an unknown name": (lambda path: "enwik9", {}, "but is 'enwik9', which is none of them. Did you mean enwik8?"),
+    "an unknown name": (lambda path: "enwik9", {}, "but is 'enwik9', which is none of them. Did you mean 'enwik8'?"),
     "a missing file": (lambda path: path / "none.txt", {}, "none.txt', which is none of them. Check the path."),
     "no validation": (
         lambda path: folder_of(path / "f", train__txt="a", test__txt="a"),

@@ -369,7 +369,7 @@ def test_a_killed_save_leaves_no_half_of_a_model(tmp_path: Path) -> None:
     result = run(
         tmp_path,
         """
-        s._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        s.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         s.save(nn.Linear(10, 10), "small", overwrite=True)
         """,
     )
@@ -401,7 +401,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankwise.deploy.save.save_file", interrupt)
+    monkeypatch.setattr("rankwise.files.save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(small, tmp_path / "small")
     assert not list(tmp_path.iterdir())

@@ -7,12 +7,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,8 +64,7 @@ def _import(name: str) -> ModuleType:
 
 def _attribute(module: ModuleType, place: str, name: str) -> Any:
     if not hasattr(module, name):
-        near = get_close_matches(name, vars(module), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = nearest(name, vars(module))
         raise RankwiseError(f"MODEL must name a builder that exists, but {place} has no {name!r}.{hint}")
     return getattr(module, name)
 

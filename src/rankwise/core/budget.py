@@ -59,11 +59,6 @@ class Account:
         """Parameters that no choice of components can remove."""
         return self.dense - self.prunable
 
-    @property
-    def largest(self) -> int:
-        """The exported size with every component kept."""
-        return self.fixed + sum(curve.full for curve in self.curves)
-
     def size(self, counts: Sequence[int]) -> int:
         """The exported size with `counts[i]` components of matrix i kept."""
         return self.fixed + sum(curve(k) for curve, k in zip(self.curves, counts, strict=True))

@@ -26,6 +26,7 @@ from rankwise.data.symbols import Array, Kind, Symbols, symbols_of
 from rankwise.data.text import Progress, Text, check_digest, reason
 from rankwise.data.vocabulary import Vocabulary, by_frequency
 from rankwise.errors import DataError
+from rankwise.files import sync
 
 BLOCK_TOKENS = 1024 * 1024
 STALE_SECONDS = 24 * 3600.0
@@ -192,8 +193,7 @@ def _describe(
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary.to_json()), encoding="ascii")
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="ascii")
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
 
 
 def _put(finished: Path, target: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from rankwise.data.fetch import fetch, unpack
 from rankwise.data.prepare import Source, prepare
 from rankwise.data.published import PUBLISHED
 from rankwise.data.text import Progress, text_of
-from rankwise.errors import DataError
+from rankwise.errors import DataError, nearest
 
 NAMES = ("pydoc", "enwik8", "enwik8-words", "wikitext-2", "wikitext-103")
 
@@ -49,7 +48,7 @@ def load_corpus(
     if not path.exists():
         raise DataError(
             f"A corpus must be one of {', '.join(NAMES)}, a text file or a folder, but is {str(corpus)!r}, "
-            f"which is none of them.{_nearest(str(corpus))}"
+            f"which is none of them.{nearest(str(corpus).lower(), NAMES) or ' Check the path.'}"
         )
     return prepare(_own(path, unit, 1 if min_count is None else min_count), store, progress)
 
@@ -155,8 +154,3 @@ def _candidates(folder: Path, split: str) -> Iterator[Path]:
 
 def _first_file(paths: list[Path] | Iterator[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else " Check the path."

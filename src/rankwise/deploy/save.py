@@ -6,7 +6,6 @@ tensor, and which names are tied. Each distinct tensor is stored once, under the
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
@@ -17,13 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError
+from rankwise.files import reason, sync, write_json, write_tensors
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
@@ -51,7 +50,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = 
             _put(unfinished, target)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"The model must be written whole to {target}, but that failed: {_reason(error)}. "
+                f"The model must be written whole to {target}, but that failed: {reason(error)}. "
                 "Nothing was changed; free some space or choose another place."
             ) from error
         finally:
@@ -137,40 +136,14 @@ def _parents(target: Path) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"`folder` must be in a place that can be written, but is {target}: {_reason(error)}. Choose another place."
+            f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. Choose another place."
         ) from error
 
 
 def _write(folder: Path, stored: dict[str, Tensor], structure: dict[str, Any]) -> None:
-    text = folder / STRUCTURE
-    text.write_text(json.dumps(structure, indent=1) + "\n", encoding="utf-8")
-    weights = folder / WEIGHTS
-    save_file(_contiguous(stored), weights, metadata={"format": "pt"})
-    # safetensors writes files that only their owner can read
-    shutil.copymode(text, weights)
-    for path in (text, weights, folder):
-        _sync(path)
-
-
-def _contiguous(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: contiguous, and no two in the same memory."""
-    memory: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        tensor = tensor.detach().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if address in memory else tensor
-        memory.add(address)
-    return plain
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_json(folder / STRUCTURE, structure)
+    write_tensors(folder / WEIGHTS, stored)
+    sync(folder)
 
 
 def _put(finished: Path, target: Path) -> None:
@@ -186,10 +159,4 @@ def _put(finished: Path, target: Path) -> None:
             os.rename(old, target)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    _sync(target.parent)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"safetensors has no type {error.args[0]}"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    sync(target.parent)

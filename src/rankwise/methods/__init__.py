@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from difflib import get_close_matches
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, nearest
 from rankwise.methods.agp import Agp
 from rankwise.methods.base import Method
 from rankwise.methods.dense import Dense
@@ -22,13 +21,13 @@ def make_method(name: str, **settings: object) -> Method:
     """The method of that name with these settings."""
     if name not in METHODS:
         names = ", ".join(METHODS)
-        raise RankwiseError(f"`method` must be one of {names}, but is {name!r} instead.{_nearest(name, METHODS)}")
+        raise RankwiseError(f"`method` must be one of {names}, but is {name!r} instead.{nearest(name, METHODS)}")
     cls = METHODS[name]
     known = {field.name for field in dataclasses.fields(cls)}
     for setting in settings:
         if setting not in known:
             takes = ", ".join(sorted(known)) or "none"
-            raise TypeError(f"{name} has no setting `{setting}`.{_nearest(setting, known)} It takes: {takes}.")
+            raise TypeError(f"{name} has no setting `{setting}`.{nearest(setting, known)} It takes: {takes}.")
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in settings and _required(f)]
     if missing:
         raise TypeError(f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, {name!r}, {missing[0]}=1000).")
@@ -37,8 +36,3 @@ def make_method(name: str, **settings: object) -> Method:
 
 def _required(field: dataclasses.Field[object]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _nearest(word: str, known: object) -> str:
-    found = get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
-    return f" Did you mean {found[0]!r}?" if found else ""

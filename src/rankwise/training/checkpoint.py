@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rankwise.errors import CheckpointError
-from rankwise.training.files import reason, same_tensors, sync, write_json, write_tensors
+from rankwise.files import reason, same_tensors, sync, write_json, write_tensors
 
 FORMAT, VERSION = "rankwise-checkpoint", 1
 _NAME = re.compile(r"step-(\d+)(-unevaluated)?")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rankwise.errors import CheckpointError
-from rankwise.training.files import reason, write_json
+from rankwise.files import reason, write_json
 from rankwise.version import VERSION
 
 
