@@ -180,7 +180,7 @@ def zipped(**files: bytes) -> bytes:
 
 def published(server: Server, **files: bytes) -> Published:
     digests = {name: "sha256:" + hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    return Published(urls=(server.url + "/gone", server.url), files=digests)
+    return Published(urls=(server.url + "/gone", server.url), megabytes=1, files=digests)
 
 
 def test_an_archive_is_fetched_from_the_first_mirror_that_has_it_and_only_once(server, tmp_path):
@@ -196,7 +196,7 @@ def test_an_archive_is_fetched_from_the_first_mirror_that_has_it_and_only_once(s
 def test_when_no_mirror_has_it_each_failure_is_told(server, tmp_path):
     urls = (server.url + "/1", server.url + "/2")
     with pytest.raises(DataError, match=r"file/1 must be there.*file/2 must be there.*--data FOLDER"):
-        fetch(Published(urls=urls, files={"a": "sha256:0"}), tmp_path)
+        fetch(Published(urls=urls, megabytes=1, files={"a": "sha256:0"}), tmp_path)
 
 
 @pytest.mark.parametrize("damage, message", [

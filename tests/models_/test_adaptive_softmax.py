@@ -386,7 +386,7 @@ def test_a_tied_softmax_needs_its_embedding() -> None:
     with pytest.raises(ValueError, match="needs an embedding of the same config, but was given none. Pass it"):
         AdaptiveSoftmax(SMALL)
     other = AdaptiveConfig(num_words=60, width=12, widths=(3,))
-    with pytest.raises(ValueError, match=r"but was given one of AdaptiveConfig\(num_words=60.* widths=\(3,\)"):
+    with pytest.raises(ValueError, match=r"but was given one of AdaptiveConfig\(widths=\(3,\)"):
         AdaptiveSoftmax(SMALL, AdaptiveEmbedding(other))
 
 

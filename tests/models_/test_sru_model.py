@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.models.adaptive import Clusters
 from rankwise.models.sru import SRU, SRUConfig, SRULanguageModel, SRULayer
 
 ENWIK8 = SRUConfig(num_words=205, embedding_width=205, width=3056, num_layers=6, rank=512)
@@ -161,21 +162,20 @@ def test_dropout_is_on_embedding_and_output_too() -> None:
     assert torch.equal(model(tokens())[0], model(tokens())[0])
 
 
-def test_embedding_and_output_may_come_from_outside() -> None:
-    """Here tied, and wrapped around an output of another shape."""
-    embedding = nn.Embedding(TINY.num_words, TINY.width)
-    output = nn.Linear(TINY.width, TINY.num_words)
-    output.weight = embedding.weight
-    config = replace(TINY, embedding_width=TINY.width)
-    model = SRULanguageModel(config, embedding, nn.Sequential(output, nn.LogSoftmax(-1)))
-    assert model.embedding is embedding
+def test_with_clusters_embedding_and_output_are_adaptive_and_tied() -> None:
+    clusters = Clusters(cutoffs=(3, 6), widths=(6, 4, 2))
+    model = SRULanguageModel(replace(TINY, embedding_width=TINY.width, dropout=0.0, clusters=clusters))
     logits, state = model(tokens())
     torch.testing.assert_close(logits.exp().sum(-1), torch.ones(4, 12))
     hidden, hidden_state = model.hidden(tokens())
     assert torch.equal(model.output(hidden), logits)
     assert torch.equal(hidden_state, state)
-    (site,) = [site for site in rw.find_plan(model).sites if site.has_embedding]
-    assert [use.name for use in site.uses] == ["embedding", "output.0"]
+    sites = [site for site in rw.find_plan(model).sites if site.has_embedding]
+    assert [[use.name for use in site.uses] for site in sites] == [
+        [f"embedding.clusters.{i}", f"output.clusters.{i}"] for i in range(3)
+    ]
+    with pytest.raises(ValueError, match="`embedding_width` must be `width`"):
+        replace(TINY, embedding_width=TINY.width + 1, clusters=clusters)
 
 
 def test_mixed_precision_keeps_the_state_in_float32() -> None:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import rankwise as rw
-from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax
+from rankwise.models.adaptive import Clusters
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 
 
 @pytest.mark.parametrize("layer_norm, total", [(False, 100_222_876), (True, 100_272_028)])
 def test_the_wikitext_103_model_has_the_papers_size(layer_norm: bool, total: int) -> None:
-    words = AdaptiveConfig(
-        num_words=267_735,
-        width=2048,
-        cutoffs=(10_000, 20_000, 40_000, 60_000, 100_000),
-        widths=(1024, 1024, 256, 256, 64, 64),
-    )
     config = SRUConfig(
         num_words=267_735,
         embedding_width=2048,
@@ -27,13 +20,11 @@ def test_the_wikitext_103_model_has_the_papers_size(layer_norm: bool, total: int
         rank=512,
         first_rank=512,
         layer_norm=layer_norm,
+        clusters=Clusters(cutoffs=(10_000, 20_000, 40_000, 60_000, 100_000), widths=(1024, 1024, 256, 256, 64, 64)),
     )
     with torch.device("meta"):
-        embedding = AdaptiveEmbedding(words)
-        softmax = AdaptiveSoftmax(words, embedding)
-        model = SRULanguageModel(config, embedding=embedding, output=nn.Identity())
-        whole = nn.ModuleDict({"model": model, "softmax": softmax})
-    assert rw.count(whole) == total
-    plan = rw.find_plan(whole)
+        model = SRULanguageModel(config)
+    assert rw.count(model) == total
+    plan = rw.find_plan(model)
     assert plan.params == 99_856_832
     assert sum(site.has_embedding for site in plan.sites) == 6

@@ -21,7 +21,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.data.corpus import Corpus
 from rankwise.data.sources import load_corpus
-from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax
+from rankwise.models.adaptive import Clusters
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.training import Outcome, Progress, TrainingConfig, fit
@@ -81,10 +81,11 @@ def make_model(kind: str, num_words: int, dropout: float = 0.1) -> nn.Module:
     sru = SRUConfig(num_words=num_words, embedding_width=8, width=12, num_layers=2, rank=8, dropout=dropout)
     if kind == "sru":
         return SRULanguageModel(sru)
-    words = AdaptiveConfig(num_words=num_words, width=8, cutoffs=(4,), widths=(6, 4))
-    sru = SRUConfig(num_words=num_words, embedding_width=8, width=8, num_layers=2, rank=6, dropout=dropout)
-    embedding = AdaptiveEmbedding(words)
-    return SRULanguageModel(sru, embedding, AdaptiveSoftmax(words, embedding))
+    clusters = Clusters(cutoffs=(4,), widths=(6, 4))
+    config = SRUConfig(
+        num_words=num_words, embedding_width=8, width=8, num_layers=2, rank=6, dropout=dropout, clusters=clusters
+    )
+    return SRULanguageModel(config)
 
 
 def pruner_of(method: str) -> Callable[[nn.Module], rw.Pruner]:

@@ -54,6 +54,7 @@ class Lagrangian:
     multiplier_lr: float = 1e-2
     """Adam's learning rate of the multipliers, which ascend."""
     recipe: Literal["committed", "published"] = "committed"
+    """"committed" is ours, "published" the paper's; see the top of this file."""
     open_probability: float = 0.9999
     """P(z > 0) at the start: almost one, so that gating does not ruin trained weights."""
     temperature: float = 1.0

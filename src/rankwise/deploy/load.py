@@ -13,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.deploy.save import FORMAT, STRUCTURE, VERSION, WEIGHTS, dtype_name
 from rankwise.deploy.structure import Head, Layer, Selected, from_json, layer_of, role_of, tensors_of, walk
 from rankwise.errors import CheckpointError
+from rankwise.models.architectures import build, from_description
 
 FEW = 5
 """Misfits that an error names."""
@@ -31,6 +33,8 @@ class Saved:
     tensors: dict[str, tuple[str, list[int]]]
     """Dtype and shape, by the name under which a tensor is stored."""
     tied: dict[str, str]
+    dense: dict[str, Any] | None
+    """The dense model, where its architecture is one of ours."""
 
     def stored_as(self, name: str) -> str:
         """The name under which the tensor of that name is stored."""
@@ -47,18 +51,20 @@ class Slot:
     holds: Tensor
 
 
-def load(folder: str | os.PathLike[str], skeleton: nn.Module) -> nn.Module:
+def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> nn.Module:
     """The model that was saved in `folder`, bit for bit.
 
     `skeleton` is the dense model, fresh from the code that built the one that was pruned; its weights do not matter,
     and it may be on the meta device. It becomes the saved model and is returned. If anything does not fit, it stays as
-    it is.
+    it is. Models of rankwise's own architectures need none.
     """
-    if not isinstance(skeleton, nn.Module):
+    if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
     path = Path(folder)
     saved = _read_structure(path)
-    instead = _replacements(saved, skeleton)
+    if skeleton is None:
+        skeleton = _dense_model(path, saved)
+    instead = replacements(saved.layers, skeleton)
     slots = _slots(saved, skeleton, instead)
     values = _read_tensors(path, saved)
     _check_masks(path, saved, values)
@@ -70,6 +76,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module) -> nn.Module:
     for module in list({id(module): module for _, module in walk(skeleton)}.values()):
         if id(module) in instead:
             become(module, instead[id(module)])
+    answer(skeleton)
     return skeleton
 
 
@@ -91,7 +98,22 @@ def _read_structure(folder: Path) -> Saved:
         tied = {str(name): str(first) for name, first in entry["tied"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
         raise _damaged(folder / STRUCTURE, str(error)) from None
-    return Saved(layers, tensors, tied)
+    return Saved(layers, tensors, tied, entry.get("dense"))
+
+
+def _dense_model(folder: Path, saved: Saved) -> nn.Module:
+    """A skeleton for a model of ours."""
+    if saved.dense is None:
+        raise CheckpointError(
+            f"A model of your own needs its `skeleton`, but none was given for {folder}. "
+            "Build the dense model and pass it: load(folder, build())."
+        )
+    try:
+        config = from_description(saved.dense)
+    except (CheckpointError, TypeError) as error:
+        raise _damaged(folder / STRUCTURE, str(error)) from None
+    with torch.device("meta"):
+        return build(config)
 
 
 def _read_json(folder: Path) -> Any:
@@ -113,12 +135,12 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} must be as `rankwise.save` wrote it, but is damaged: {what}. Save the model again.")
 
 
-def _replacements(saved: Saved, skeleton: nn.Module) -> dict[int, nn.Module]:
+def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.Module]:
     """New modules for the layers that pruning changed, by the identity of those in the skeleton."""
     modules = dict(walk(skeleton))
     misfits = [f"{name or 'the model'} is gated" for name, module in modules.items() if isinstance(module, GatedLayer)]
     forms: dict[int, tuple[str, Layer]] = {}
-    for name, layer in saved.layers.items():
+    for name, layer in layers.items():
         here = f"{name or 'the model'} was saved as {layer}"
         module = modules.get(name)
         if module is None:
@@ -136,10 +158,10 @@ def _replacements(saved: Saved, skeleton: nn.Module) -> dict[int, nn.Module]:
         if found is None:
             raise CheckpointError(f"{name} is not in the skeleton")
         # a layer that changes its form keeps its identity
-        return next((modules[n] for n in saved.layers if instead.get(id(modules[n])) is found), found)
+        return next((modules[n] for n in layers if instead.get(id(modules[n])) is found), found)
 
     # heads come last: the embeddings they are tied to must be there
-    for name, layer in sorted(saved.layers.items(), key=lambda item: isinstance(item[1], Head)):
+    for name, layer in sorted(layers.items(), key=lambda item: isinstance(item[1], Head)):
         module = modules[name]
         if id(module) not in instead and layer_of(module) != layer:
             try:

@@ -1,7 +1,8 @@
 """Saving a compact model: weights as safetensors, structure as JSON. Nothing in the folder can run code.
 
 `rankwise.json` holds the format and its version, the layers (`rankwise.deploy.structure`), shape and dtype of every
-tensor, and which names are tied. Each distinct tensor is stored once, under the first of its names.
+tensor, which names are tied, and, for an architecture of ours, the shape of the dense model. Each distinct tensor is
+stored once, under the first of its names.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import reason, sync, write_json, write_tensors
+from rankwise.models.architectures import describe
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
@@ -40,15 +42,25 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = 
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     stored, tied = _distinct(model)
+    structure = _described(model, stored, tied)
     target = Path(folder).resolve()
     _check_target(target, overwrite)
+    with whole_folder(target) as unfinished:
+        _write(unfinished, stored, structure)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `target`, or takes the place of the folder there, when it is complete."""
     with _parents(target):
         unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
         try:
             unfinished.mkdir()
-            _write(unfinished, stored, _described(model, stored, tied))
+            yield unfinished
             _put(unfinished, target)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
+            if isinstance(error, RankwiseError):
+                raise
             raise CheckpointError(
                 f"The model must be written whole to {target}, but that failed: {reason(error)}. "
                 "Nothing was changed; free some space or choose another place."
@@ -94,6 +106,7 @@ def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]
         "rankwise": OWN_VERSION,
         "torch": str(torch.__version__),
         "model": type(model).__name__,
+        "dense": describe(model),
         "parameters": count(model),
         "layers": {name: to_json(layer) for name, layer in layers_of(model).items()},
         "tensors": tensors,

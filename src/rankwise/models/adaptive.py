@@ -33,13 +33,9 @@ from rankwise.modules import LowRankHead
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig:
-    """Clusters of a vocabulary that is sorted by frequency, most frequent word first."""
+class Clusters:
+    """How a vocabulary is cut into clusters, most frequent words first."""
 
-    num_words: int
-    """V."""
-    width: int
-    """D, that of the model: what every cluster is projected to."""
     widths: tuple[int, ...]
     """d_c, one per cluster."""
     cutoffs: tuple[int, ...] = ()
@@ -57,6 +53,19 @@ class AdaptiveConfig:
         # a config read from JSON brings lists
         object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
         object.__setattr__(self, "widths", tuple(self.widths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig(Clusters):
+    """Clusters of a vocabulary that is sorted by frequency, most frequent word first."""
+
+    num_words: int
+    """V."""
+    width: int
+    """D, that of the model: what every cluster is projected to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_words", "width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)} instead.")

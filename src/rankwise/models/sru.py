@@ -16,6 +16,7 @@ The state is carried from window to window by the caller:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.kernels.sru import sru
+from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 
 
 class SRULayer(nn.Module):
@@ -198,26 +200,36 @@ class SRUConfig:
     """Rescale the highway; see `SRULayer`."""
     dropout: float = 0.1
     """Of the embedding, of each layer but the last, and of the output."""
+    clusters: Clusters | None = None
+    """Of an adaptive embedding and softmax; None for plain ones."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.clusters, Mapping):
+            # a config read from JSON
+            object.__setattr__(self, "clusters", Clusters(**self.clusters))
         _check(**vars(self))
+        if self.clusters is not None and self.embedding_width != self.width:
+            raise ValueError(
+                f"With `clusters`, embedding and softmax are one, so `embedding_width` must be `width` ({self.width}), "
+                f"but is {self.embedding_width} instead."
+            )
+
+    @property
+    def adaptive(self) -> AdaptiveConfig | None:
+        """The clusters of this vocabulary."""
+        if self.clusters is None:
+            return None
+        return AdaptiveConfig(num_words=self.num_words, width=self.width, **vars(self.clusters))
 
 
 class SRULanguageModel(nn.Module):
-    """Embedding, dropout, SRU layers, dropout, output layer.
+    """Embedding, dropout, SRU layers, dropout, output layer. With clusters, embedding and output are adaptive."""
 
-    Args:
-        config: its shape.
-        embedding: takes the place of the plain one: tokens, in any form it likes, to vectors (B, T, E).
-        output: takes the place of the plain one: vectors (B, T, D) to whatever the model shall return.
-
-    Modules passed in keep their start, and may share parameters with each other.
-    """
-
-    def __init__(self, config: SRUConfig, embedding: nn.Module | None = None, output: nn.Module | None = None) -> None:
+    def __init__(self, config: SRUConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = _plain_embedding(config) if embedding is None else embedding
+        adaptive = config.adaptive
+        self.embedding = _plain_embedding(config) if adaptive is None else AdaptiveEmbedding(adaptive)
         self.dropout = nn.Dropout(config.dropout)
         self.sru = SRU(
             config.embedding_width,
@@ -230,14 +242,17 @@ class SRULanguageModel(nn.Module):
             rescale=config.rescale,
             dropout=config.dropout,
         )
-        self.output = _plain_output(config) if output is None else output
+        if isinstance(self.embedding, AdaptiveEmbedding):
+            self.output: nn.Module = AdaptiveSoftmax(self.embedding.config, self.embedding)
+        else:
+            self.output = _plain_output(config)
 
-    def forward(self, tokens_BT: Any, state_LBD: Tensor | None = None) -> tuple[Any, Tensor]:
+    def forward(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits (B, T, V) of the next word after each token, and the state to give, detached, with the next window."""
         h_BTD, state_LBD = self.hidden(tokens_BT, state_LBD)
         return self.output(h_BTD), state_LBD
 
-    def hidden(self, tokens_BT: Any, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def hidden(self, tokens_BT: Tensor | WordSplit, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
         e_BTE = self.dropout(self.embedding(tokens_BT))
         h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD)

@@ -39,17 +39,25 @@ class TransformerXLConfig:
     """
 
     num_words: int
+    """Size of the vocabulary, V."""
     width: int = 512
+    """D."""
     num_heads: int = 8
+    """Heads of attention in each layer."""
     head_width: int = 64
+    """Width of a query, a key or a value of one head."""
     inner: int = 2048
     """Width between the two layers of a feed-forward block."""
     num_layers: int = 12
+    """L."""
     pre_norm: bool = False
     """Normalize what a block reads, not the sum it leaves."""
     dropout: float = 0.1
+    """Of embeddings, of what blocks add, inside feed-forward blocks, and of the output."""
     attention_dropout: float = 0.0
+    """Of attention's probabilities."""
     memory_length: int = 512
+    """Positions before a window that it can attend to."""
     same_length: bool = False
     """Let every query see at most `memory_length` keys, so that outputs do not depend on where a text is cut."""
     clamp_length: int | None = None

@@ -1,0 +1,50 @@
+"""How fast models run, measured so that a ratio can be trusted: they take turns, so all meet the same load."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call."""
+
+    median: float
+    p20: float
+    p80: float
+    repeats: int
+
+
+def time_together(
+    calls: Mapping[str, Callable[[], object]], *, repeats: int, device: torch.device | None = None
+) -> dict[str, Timing]:
+    """Time some calls against each other, one of each in turn."""
+    if repeats < 2:
+        raise ValueError(f"`repeats` must be at least 2, but is {repeats} instead.")
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return 1000 * (time.perf_counter() - began)
+
+    for call in calls.values():
+        # the first calls allocate, and may compile
+        milliseconds(call)
+        milliseconds(call)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            found[name].append(milliseconds(call))
+    return {name: _timing(times) for name, times in found.items()}
+
+
+def _timing(times: list[float]) -> Timing:
+    low, _, _, high = statistics.quantiles(times, n=5, method="inclusive")
+    return Timing(median=statistics.median(times), p20=low, p80=high, repeats=len(times))

@@ -1,0 +1,117 @@
+"""What an experiment is: a corpus, a model, its dense training, then a method and the size it is to reach.
+
+`rankwise.experiments.presets` makes them, `rankwise.experiments.fields` changes them, `rankwise.experiments.pipeline`
+runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rankwise.core.budget import Budget
+from rankwise.data.corpus import Corpus, Unit
+from rankwise.data.sources import load_corpus
+from rankwise.errors import RankwiseError, nearest
+from rankwise.methods import METHODS, make_method
+from rankwise.methods.base import Method
+from rankwise.models.architectures import ModelConfig
+from rankwise.pruner import Init
+from rankwise.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which text is read; the arguments of `rankwise.data.load_corpus`."""
+
+    name: str = "pydoc"
+    """pydoc, enwik8, enwik8-words, wikitext-2, wikitext-103, a text file, or a folder with train, valid and test."""
+    data: str | None = None
+    """A folder that holds a published corpus; without it, one is downloaded."""
+    cache: str | None = None
+    """Where prepared corpora are kept. Default: the user's cache folder."""
+    unit: Unit | None = None
+    """How a text of your own is split: "character" or "word"."""
+    min_count: int | None = None
+    """Words that the training text has fewer times become <unk>."""
+
+    def load(self, progress: Any = None) -> Corpus:
+        return load_corpus(
+            self.name,
+            data=self.data,
+            cache=self.cache,
+            unit=self.unit,
+            min_count=self.min_count,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Train a dense base, prune it to a size, and compare what comes out."""
+
+    name: str
+    """Of the preset."""
+    corpus: CorpusConfig
+    model: ModelConfig
+    """The dense model. Its `num_words` gives way to the size of the corpus's vocabulary."""
+    base: TrainingConfig | None
+    """Training of the dense model, which every method starts from. None: the method starts from fresh weights."""
+    method: Method
+    budget: Budget | None
+    """The size of the exported model; None with the method "dense"."""
+    training: TrainingConfig
+    """Training from the base on, with the method's gates."""
+    init: Init = "svd"
+    """How plain matrices are factorized: "svd", or "random" to train factors from scratch."""
+    exclude: tuple[str, ...] = ()
+    """Modules that are neither pruned nor counted as prunable."""
+    compare: tuple[str, ...] = ()
+    """Methods that start from the same base, train as long and reach the same size, for comparison."""
+    seed: int = 0
+    """Of the weights' start, of dropout, of the order of the text and of the gates' noise."""
+
+    def __post_init__(self) -> None:
+        for name in ("exclude", "compare"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"`seed` must be a whole number of at least 0, but is {self.seed!r} instead.")
+        if self.init == "whitened":
+            raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
+        if (self.budget is None) != (self.method.name == "dense"):
+            missing = self.budget is None
+            found, remedy = ("missing", "Example: --budget.removed 0.8.") if missing else ("given", "Leave it out.")
+            raise RankwiseError(
+                f"`budget` goes with every method but dense, but is {found} with {self.method.name}. {remedy}"
+            )
+        for name in self.compare:
+            if name not in METHODS:
+                known = ", ".join(METHODS)
+                raise RankwiseError(f"`compare` must name methods ({known}), but has {name!r}.{nearest(name, METHODS)}")
+        for phase in (self.base, self.training):
+            if phase is not None and (phase.dense_steps or phase.restart_schedule):
+                raise RankwiseError("`dense_steps` must be 0 in an experiment: its dense phase is `base`.")
+
+    @property
+    def base_training(self) -> TrainingConfig | None:
+        """`base`, with the seed of the experiment."""
+        return None if self.base is None else replace(self.base, seed=2 * self.seed)
+
+    @property
+    def pruning_training(self) -> TrainingConfig:
+        """`training`, with the seed of the experiment: another order of the text than in the base."""
+        return replace(self.training, seed=2 * self.seed + 1)
+
+    def with_method(self, name: str) -> Experiment:
+        """The same experiment with another method; settings that both methods have are kept."""
+        return replace(self, method=like(self.method, name), budget=None if name == "dense" else self.budget)
+
+
+def like(method: Method, name: str) -> Method:
+    """The method of that name, with the settings of `method` that it has too."""
+    if name not in METHODS:
+        return make_method(name)
+    if METHODS[name] is type(method):
+        return method
+    shared = {f.name: getattr(method, f.name) for f in fields(METHODS[name]) if hasattr(method, f.name)}
+    return make_method(name, **shared)

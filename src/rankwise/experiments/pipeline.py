@@ -1,0 +1,309 @@
+"""From an experiment to a table: a dense base, then every method from the same base, each exported and evaluated.
+
+Every part is kept as it is finished, so the same call again goes on where it was stopped. The validation text chooses
+among checkpoints; the test text is read once per exported model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.adapters.generic import find_plan
+from rankwise.core.budget import count
+from rankwise.data.corpus import Corpus
+from rankwise.data.text import read_blocks
+from rankwise.data.windows import Evaluation
+from rankwise.deploy.load import load
+from rankwise.deploy.measure import Timing, time_together
+from rankwise.deploy.save import WEIGHTS, save
+from rankwise.errors import CheckpointError
+from rankwise.experiments.config import Experiment
+from rankwise.experiments.fields import to_json
+from rankwise.experiments.folder import (
+    BASE,
+    EXPORT,
+    MODEL,
+    RECORD,
+    VOCABULARY,
+    read,
+    write,
+    write_experiment,
+)
+from rankwise.models.architectures import build, describe_config
+from rankwise.pruner import Pruner
+from rankwise.training import Outcome, Progress, TrainingConfig, fit
+from rankwise.training.evaluate import Quality, evaluate
+from rankwise.training.language import LanguageModel
+from rankwise.training.records import surroundings
+
+FORMAT, VERSION = "rankwise-experiment", 1
+REPEATS = 30
+"""Of every model, when they are timed."""
+
+
+class Watcher(Progress):
+    """Told what happens in an experiment; override what is of interest."""
+
+    def phase(self, title: str) -> None:
+        """Something new begins: training, evaluating, timing."""
+
+    def read(self, what: str, done: int, total: int | None) -> None:
+        """Data is being downloaded or prepared: `done` of `total` bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What all parts of an experiment share."""
+
+    corpus: Corpus
+    folder: Path
+    watcher: Watcher
+    trackers: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method from the shared base."""
+
+    name: str
+    experiment: Experiment
+
+
+def run(
+    experiment: Experiment,
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
+    names = dict.fromkeys((experiment.method.name, *experiment.compare))
+    arms = [Arm(name, experiment if name == experiment.method.name else experiment.with_method(name)) for name in names]
+    return run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
+
+
+def run_arms(
+    experiment: Experiment,
+    arms: Sequence[Arm],
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Several methods from the base of one experiment."""
+    path = Path(folder)
+    described = json.loads(json.dumps(to_json(experiment)))
+    finished = read(path / RECORD)
+    wanted = [arm.name for arm in arms]
+    if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
+        return finished
+    setting = _begin(experiment, path, watcher, trackers)
+    base = None if experiment.base is None else _train_base(setting, experiment)
+    rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
+    rows += [_run_arm(setting, arm, None if base is None else path / BASE) for arm in arms]
+    rows.sort(key=lambda row: row["method"] != "dense")
+    setting.watcher.phase("timing")
+    device = device_of(experiment.training)
+    _add_timings(rows, path, setting.corpus, experiment.training.window, device)
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": experiment.name,
+        "seed": experiment.seed,
+        "experiment": described,
+        "arms": wanted,
+        "corpus": setting.corpus.record(),
+        "rows": rows,
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **surroundings(device),
+    }
+    write(path / RECORD, record)
+    return record
+
+
+def train(
+    experiment: Experiment,
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The dense base alone, in `folder`/base; its row."""
+    if experiment.base is None:
+        raise CheckpointError(
+            f"{experiment.name} starts from fresh weights, so it has no base to train. "
+            "Run it whole, with `rankwise run`."
+        )
+    return _train_base(_begin(experiment, Path(folder), watcher, trackers), experiment)
+
+
+def prune(
+    experiment: Experiment,
+    base: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Prune the base that was trained in the folder `base`; the row of the model in `folder`."""
+    if not (Path(base) / MODEL).is_dir():
+        raise CheckpointError(
+            f"A base must be trained before it is pruned, but there is no model in {base}. Run `rankwise train` first."
+        )
+    path = Path(folder)
+    setting = _begin(experiment, path.parent, watcher, trackers)
+    return _run_arm(setting, Arm(path.name, experiment), Path(base))
+
+
+def device_of(config: TrainingConfig) -> torch.device:
+    """Where a model is evaluated and timed: as it was trained."""
+    return torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
+
+
+def quality_of(model: nn.Module, corpus: Corpus, split: str, config: TrainingConfig) -> Quality:
+    """Quality of an exported model over a whole split, in float32."""
+    language = LanguageModel(model.to(device_of(config)))
+    return evaluate(language, Evaluation(getattr(corpus, split), unroll=config.window), corpus.unit)
+
+
+def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, trackers: Sequence[str]) -> Setting:
+    watcher = watcher or Watcher()
+    watcher.phase(f"reading {experiment.corpus.name}")
+    corpus = experiment.corpus.load(watcher.read)
+    write_experiment(folder, experiment)
+    return Setting(corpus, folder, watcher, trackers)
+
+
+def _train_base(setting: Setting, experiment: Experiment) -> dict[str, Any]:
+    config = experiment.base_training
+    assert config is not None
+
+    def make() -> nn.Module:
+        torch.manual_seed(experiment.seed)
+        return build(replace(experiment.model, num_words=len(setting.corpus.vocabulary)))
+
+    about = {"model": describe_config(experiment.model), "seed": experiment.seed}
+    setting.watcher.phase("training the dense model")
+    return _finish(setting, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
+
+
+def _run_arm(setting: Setting, arm: Arm, base: Path | None) -> dict[str, Any]:
+    experiment, corpus = arm.experiment, setting.corpus
+
+    def make() -> nn.Module:
+        torch.manual_seed(experiment.seed)
+        if base is None:
+            return build(replace(experiment.model, num_words=len(corpus.vocabulary)))
+        return load(base / MODEL)
+
+    def gate(model: nn.Module) -> Pruner:
+        assert experiment.budget is not None
+        plan = find_plan(model, exclude=experiment.exclude)
+        return Pruner(
+            model, experiment.budget, experiment.method, plan=plan, init=experiment.init, seed=experiment.seed
+        )
+
+    described = to_json(experiment)
+    about = {key: described[key] for key in ("model", "method", "budget", "init", "exclude", "seed")}
+    about["base"] = None if base is None else _fingerprint(base / MODEL / WEIGHTS)
+    dense = experiment.method.name == "dense"
+    setting.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
+    return _finish(setting, arm, about, experiment.pruning_training, make, None if dense else gate)
+
+
+def _finish(
+    setting: Setting,
+    arm: Arm,
+    about: dict[str, Any],
+    config: TrainingConfig,
+    make: Callable[[], nn.Module],
+    gate: Callable[[nn.Module], Pruner] | None,
+) -> dict[str, Any]:
+    """Train, export and evaluate one model, unless that is done already; its row of the table."""
+    corpus, folder = setting.corpus, setting.folder / arm.name
+    known = json.loads(
+        json.dumps({"about": about, "training": dataclasses.asdict(config), "corpus": corpus.fingerprint})
+    )
+    done = read(folder / EXPORT)
+    if done is not None and done["of"] == known:
+        row: dict[str, Any] = done["row"]
+        return row
+    outcome = fit(
+        make(),
+        corpus,
+        config,
+        folder,
+        pruner=gate,
+        about=about,
+        trackers=setting.trackers,
+        progress=setting.watcher,
+    )
+    setting.watcher.phase(f"evaluating {arm.name}")
+    small = outcome.model if outcome.pruner is None else outcome.pruner.compact()
+    small = small.eval()
+    save(small, folder / MODEL, overwrite=True)
+    write(folder / VOCABULARY, corpus.vocabulary.to_json())
+    write_experiment(folder, arm.experiment)
+    row = {
+        "name": "dense" if arm.name == BASE else arm.name,
+        "method": arm.experiment.method.name,
+        **_sizes(outcome, small),
+        "valid": quality_of(small, corpus, "valid", config).record(),
+        "test": quality_of(small, corpus, "test", config).record(),
+        "steps": config.steps,
+        "tokens": outcome.record["tokens"],
+        "seconds": outcome.record["seconds"],
+        "folder": arm.name,
+    }
+    write(folder / EXPORT, {"of": known, "row": row})
+    return row
+
+
+def _sizes(outcome: Outcome, small: nn.Module) -> dict[str, Any]:
+    if outcome.pruner is None:
+        return {"parameters": count(small), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
+    report = outcome.pruner.size()
+    return {
+        "parameters": report.exported,
+        "removed": report.removed,
+        "removed_of_prunable": report.removed_of_prunable,
+        "nonzeros": report.nonzeros,
+    }
+
+
+def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, window: int, device: torch.device) -> None:
+    """Milliseconds for one window of text, batch 1, and how much faster than the first row that is."""
+    models = {row["folder"]: load(folder / row["folder"] / MODEL).to(device).eval() for row in rows}
+    tokens = torch.from_numpy(corpus.valid[: min(window, len(corpus.valid))].astype("int64"))[None].to(device)
+
+    def call(model: nn.Module) -> Callable[[], object]:
+        @torch.inference_mode()
+        def forward() -> object:
+            return model(tokens)
+
+        return forward
+
+    timings = time_together({name: call(m) for name, m in models.items()}, repeats=REPEATS, device=device)
+    first: Timing = timings[rows[0]["folder"]]
+    for row in rows:
+        timing = timings[row["folder"]]
+        row["milliseconds"] = asdict(timing)
+        row["speedup"] = first.median / timing.median
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    for block in read_blocks(path):
+        digest.update(block)
+    return digest.hexdigest()

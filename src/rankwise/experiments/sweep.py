@@ -1,0 +1,67 @@
+"""Many methods, sizes and seeds. Runs of one seed share their dense base, and a dense control of equal training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rankwise.core.budget import Budget
+from rankwise.errors import RankwiseError
+from rankwise.experiments.config import Experiment
+from rankwise.experiments.folder import RECORD, write, write_experiment
+from rankwise.experiments.pipeline import Arm, Watcher, run_arms
+
+FORMAT, VERSION = "rankwise-sweep", 1
+
+
+def sweep(
+    experiment: Experiment,
+    folder: str | os.PathLike[str],
+    *,
+    methods: Sequence[str],
+    removed: Sequence[float],
+    seeds: Sequence[int] = (0,),
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run every method at every size with every seed; the record, which is also in `record.json`.
+
+    `removed` is a fraction of what the experiment's own budget counts. "dense" among the methods is the control.
+    """
+    if experiment.base is None:
+        raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
+    for name, values in (("methods", methods), ("removed", removed), ("seeds", seeds)):
+        if not values or len(set(values)) < len(values):
+            raise RankwiseError(
+                f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
+            )
+    path, watcher = Path(folder), watcher or Watcher()
+    write_experiment(path, experiment)
+    arms = list(_arms(experiment, methods, removed))
+    records = []
+    for seed in seeds:
+        watcher.phase(f"seed {seed}")
+        seeded = [Arm(arm.name, replace(arm.experiment, seed=seed)) for arm in arms]
+        records.append(
+            run_arms(replace(experiment, seed=seed), seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers)
+        )
+    record = {"format": FORMAT, "version": VERSION, "name": experiment.name, "runs": records}
+    write(path / RECORD, record)
+    return record
+
+
+def _arms(experiment: Experiment, methods: Sequence[str], removed: Sequence[float]) -> list[Arm]:
+    arms = []
+    for method in methods:
+        chosen = experiment.with_method(method)
+        if method == "dense":
+            arms.append(Arm(method, chosen))
+            continue
+        for level in removed:
+            of = "model" if chosen.budget is None else chosen.budget.of
+            sized = replace(chosen, budget=Budget(removed=level, of=of))
+            arms.append(Arm(f"{method}-{100 * level:g}", sized))
+    return arms

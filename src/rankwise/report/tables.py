@@ -1,0 +1,89 @@
+"""The table of a run or a sweep: size, quality, what was lost against the dense control, speed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MEASURES = {"bits_per_character": "bits per character", "perplexity": "perplexity"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of text."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(self.columns) + " |", "|---" * len(self.columns) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
+
+    def text(self) -> str:
+        """Words to the left, numbers to the right."""
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        lines = []
+        for row in (self.columns, *self.rows):
+            first, *rest = zip(row, widths, strict=True)
+            cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, *self.notes])
+
+
+def table(record: Mapping[str, Any]) -> Table:
+    """Of a run, or of a sweep: there, means over seeds with their spread."""
+    runs = record.get("runs", [record])
+    measure = _measure(runs[0]["rows"][0]["test"])
+    names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
+    found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
+    dense = [next((row for row in run["rows"] if row["method"] == "dense"), None) for run in runs]
+    rows = []
+    for name, group in found.items():
+        lost = _lost(runs, dense, name, measure)
+        rows.append(
+            (
+                name,
+                f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
+                f"{group[0]['removed']:.1%}",
+                _spread([row["valid"][measure] for row in group]),
+                _spread([row["test"][measure] for row in group]),
+                _spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
+                _spread([row["milliseconds"]["median"] for row in group], ".1f"),
+                _spread([row["speedup"] for row in group], ".2f", "x"),
+            )
+        )
+    notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
+    if any(row["nonzeros"] for group in found.values() for row in group):
+        notes.append("* non-zero parameters: the matrices keep their shape")
+    columns = (
+        "", "parameters", "removed", f"valid {MEASURES[measure]}", f"test {MEASURES[measure]}", "against dense",
+        "ms per window", "speed",
+    )  # fmt: skip
+    return Table(columns, tuple(rows), tuple(notes))
+
+
+def _measure(quality: Mapping[str, Any]) -> str:
+    return next(measure for measure in MEASURES if measure in quality)
+
+
+def _lost(
+    runs: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any] | None], name: str, measure: str
+) -> list[float]:
+    """What a method's test figure is above that of the dense model of the same seed."""
+    losses = []
+    for run, control in zip(runs, dense, strict=True):
+        for row in run["rows"]:
+            if row["name"] == name and control is not None and row is not control:
+                losses.append(row["test"][measure] / control["test"][measure] - 1)
+    return losses
+
+
+def _spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
+    mean = format(statistics.mean(values), form)
+    if len(values) < 2:
+        return f"{mean}{unit}"
+    return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}{unit}"

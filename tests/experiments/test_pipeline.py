@@ -1,0 +1,260 @@
+"""An experiment from its base to its table: sizes, quality, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiment_toys import MODELS, PHASE, toy
+
+import rankwise as rw
+from rankwise.data.windows import Evaluation
+from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.experiments.config import Experiment
+from rankwise.experiments.folder import load_run, read_experiment
+from rankwise.experiments.pipeline import Watcher, prune, run, train
+from rankwise.experiments.sample import sample
+from rankwise.experiments.sweep import sweep
+from rankwise.methods import make_method
+from rankwise.report.tables import table
+
+METHODS = {
+    "fac": make_method("fac"),
+    "np-l0": make_method("np-l0", anneal_steps=3),
+    "agp": make_method("agp", anneal_steps=3, mask_every=1),
+    "flop-agp": make_method("flop-agp", anneal_steps=3, mask_every=1),
+    "flop-l0": make_method("flop-l0", anneal_steps=3),
+}
+
+
+class Phases(Watcher):
+    """Remembers what was begun; stops a run there if asked to."""
+
+    def __init__(self, stop_at: str | None = None, stop_step: int | None = None) -> None:
+        self.titles: list[str] = []
+        self.steps = 0
+        self.stop_at, self.stop_step = stop_at, stop_step
+
+    def phase(self, title: str) -> None:
+        self.titles.append(title)
+        if title == self.stop_at and self.stop_step is None:
+            raise KeyboardInterrupt
+
+    def advance(self, step: int) -> None:
+        self.steps += 1
+        if self.titles[-1] == self.stop_at and step == self.stop_step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> None:
+    """Train, prune, compact, save, load, evaluate: the size is met, and the record tells of the model that is saved."""
+    experiment = toy(tmp_path, kind, method=METHODS[method])
+    record = run(experiment, tmp_path / "run")
+    dense, row = record["rows"]
+    assert (dense["method"], row["method"]) == ("dense", method)
+    exported = load_run(tmp_path / "run")
+    corpus = experiment.corpus.load()
+    shortfall = dense["parameters"] - row["parameters"] - math.ceil(row_prunable(experiment) / 2)
+    assert 0 <= shortfall < 60  # the costliest component of these models
+    size = rw.count(exported.model)
+    if method == "agp":
+        assert row["nonzeros"]
+        assert size == dense["parameters"]
+        # a weight may be zero by itself, so the count is an upper bound
+        assert sum(int(p.count_nonzero()) for p in exported.model.parameters()) <= row["parameters"]
+    else:
+        assert size == row["parameters"]
+    for split in ("valid", "test"):
+        assert row[split]["loss"] == pytest.approx(plain_loss(exported.model, getattr(corpus, split)), rel=1e-5)
+    assert row["milliseconds"]["p20"] <= row["milliseconds"]["median"] <= row["milliseconds"]["p80"]
+
+
+def row_prunable(experiment: Experiment) -> int:
+    from rankwise.experiments.outline import outline
+
+    corpus = experiment.corpus.load()
+    model = replace(experiment.model, num_words=len(corpus.vocabulary))
+    return outline(replace(experiment, model=model)).prunable
+
+
+@torch.no_grad()
+def plain_loss(model: torch.nn.Module, text: Any) -> float:
+    """Mean negative log likelihood by `log_softmax` over everything, target by target."""
+    total, targets = 0.0, 0
+    state = None
+    for x, y in Evaluation(text, unroll=PHASE.window):
+        logits, state = model(x, state)
+        logp = torch.log_softmax(logits.double(), -1)
+        counted = y >= 0
+        total -= float(logp.gather(-1, y.clamp(min=0)[..., None]).squeeze(-1)[counted].sum())
+        targets += int(counted.sum())
+    return total / targets
+
+
+STOPS = [
+    ("training the dense model", 3),
+    ("evaluating base", None),
+    ("pruning with flop-l0", 2),
+    ("pruning with flop-l0", 6),
+    ("evaluating flop-l0", None),
+    ("training the dense model on", 5),
+    ("pruning with fac", None),
+    ("timing", None),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("whole")
+    experiment = toy(folder, compare=("dense", "fac"))
+    return experiment, run(experiment, folder / "run")
+
+
+@pytest.mark.parametrize("title, step", STOPS)
+def test_a_stopped_experiment_goes_on(
+    title: str, step: int | None, whole: tuple[Experiment, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Wherever it is stopped, the same call again ends with the same figures, and repeats nothing that was finished."""
+    experiment, expected = whole
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", watcher=(stopped := Phases(title, step)))
+    record = run(experiment, tmp_path / "run", watcher=(rest := Phases()))
+    for found, wanted in zip(record["rows"], expected["rows"], strict=True):
+        for key in ("name", "parameters", "valid", "test", "steps"):
+            assert found[key] == wanted[key], key
+    assert rest.steps <= 4 * PHASE.steps - stopped.steps + PHASE.checkpoint_every
+
+
+def test_a_finished_experiment_is_only_read(whole: tuple[Experiment, dict[str, Any]], tmp_path: Path) -> None:
+    experiment, _ = whole
+    first = run(experiment, tmp_path / "run")
+    again = run(experiment, tmp_path / "run", watcher=(watcher := Phases()))
+    assert again == json.loads(json.dumps(first))
+    assert watcher.titles == []
+
+
+def test_another_method_shares_the_base(tmp_path: Path) -> None:
+    experiment = toy(tmp_path)
+    train(experiment, tmp_path / "run")
+    row = prune(experiment, tmp_path / "run" / "base", tmp_path / "run" / "flop-l0", watcher=(first := Phases()))
+    other = prune(
+        experiment.with_method("fac"), tmp_path / "run" / "base", tmp_path / "other" / "small", watcher=Phases()
+    )
+    assert first.steps == PHASE.steps
+    assert (row["name"], other["name"]) == ("flop-l0", "small")
+    assert rw.count(load_run(tmp_path / "other" / "small").model) == other["parameters"]
+    whole = run(experiment, tmp_path / "run", watcher=(rest := Phases()))
+    assert rest.steps == 0
+    assert whole["rows"][1]["test"] == row["test"]
+
+
+def test_another_experiment_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run(toy(tmp_path), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"lr.*\n?.*another"):
+        run(toy(tmp_path, base=replace(PHASE, lr=2e-2)), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="another"):
+        run(toy(tmp_path, model=replace(MODELS["sru"], num_layers=3)), tmp_path / "run")
+
+
+def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
+    first, again, other = (
+        run(toy(tmp_path, seed=seed), tmp_path / name)["rows"] for seed, name in ((0, "a"), (0, "b"), (1, "c"))
+    )
+    assert [row["test"] for row in first] == [row["test"] for row in again]
+    assert all(one["test"] != two["test"] for one, two in zip(first, other, strict=True))
+
+
+def test_from_scratch_there_is_no_base(tmp_path: Path) -> None:
+    experiment = toy(tmp_path, base=None, init="random", method=METHODS["fac"])
+    record = run(experiment, tmp_path / "run", watcher=(watcher := Phases()))
+    assert [row["name"] for row in record["rows"]] == ["fac"]
+    assert watcher.steps == PHASE.steps
+    with pytest.raises(CheckpointError, match="no base to train"):
+        train(experiment, tmp_path / "other")
+
+
+def test_a_base_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="must be trained before it is pruned.*Run `rankwise train` first"):
+        prune(toy(tmp_path), tmp_path / "none", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="must hold experiment.json"):
+        load_run(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(toy(tmp_path), tmp_path / "run", watcher=Phases("training the dense model", 3))
+    assert read_experiment(tmp_path / "run") == toy(tmp_path)
+    with pytest.raises(CheckpointError, match="must be finished before its model can be used"):
+        load_run(tmp_path / "run")
+
+
+def test_a_sweep_shares_its_bases_and_reports_means(tmp_path: Path) -> None:
+    experiment = toy(tmp_path)
+    record = sweep(
+        experiment,
+        tmp_path / "sweep",
+        methods=["dense", "flop-l0", "fac"],
+        removed=[0.4, 0.6],
+        seeds=[0, 1],
+        watcher=(watcher := Phases()),
+    )
+    assert watcher.steps == 2 * 6 * PHASE.steps
+    found = table(record)
+    assert [row[0] for row in found.rows] == ["dense", "flop-l0-40", "flop-l0-60", "fac-40", "fac-60"]
+    tests = [run["rows"][1]["test"]["bits_per_character"] for run in record["runs"]]
+    assert found.rows[1][4].startswith(f"{sum(tests) / 2:.4f} ± ")
+    sizes = [row["parameters"] for row in record["runs"][0]["rows"]]
+    assert sizes[0] > sizes[1] > sizes[2]
+    for wrong in ({"methods": []}, {"removed": [0.5, 0.5]}, {"seeds": [1, 1]}):
+        arguments: dict[str, Any] = {"methods": ["fac"], "removed": [0.5], "seeds": [0], **wrong}
+        with pytest.raises(RankwiseError, match=f"`{next(iter(wrong))}` must hold at least one value"):
+            sweep(experiment, tmp_path / "wrong", **arguments)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_samples_follow_the_model(kind: str, tmp_path: Path) -> None:
+    """At temperature 0 each token is the likeliest after all the text so far, read at once."""
+    experiment = toy(tmp_path, kind)
+    run(experiment, tmp_path / "run")
+    exported = load_run(tmp_path / "run")
+    prompt = "a b c "
+    drawn = list(sample(exported.model, exported.vocabulary, prompt, length=6, temperature=0))
+    text = exported.vocabulary.encode(prompt)
+    for token in drawn:
+        with torch.no_grad():
+            logits, _ = exported.model(torch.tensor([text]))
+        assert token == int(logits[0, -1].argmax())
+        text.append(token)
+
+    def tokens(**settings: Any) -> list[int]:
+        return list(sample(exported.model, exported.vocabulary, prompt, length=20, **settings))
+
+    assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2)
+    assert tokens(top_k=1) == tokens(temperature=0)
+    for wrong in ({"length": 0}, {"temperature": -1.0}, {"top_k": 0}):
+        with pytest.raises(RankwiseError, match=f"`{next(iter(wrong))}` must be at least"):
+            list(sample(exported.model, exported.vocabulary, prompt, **wrong))
+    with pytest.raises(RankwiseError, match="`prompt` must hold at least one token"):
+        list(sample(exported.model, exported.vocabulary, ""))
+
+
+def test_a_sample_is_drawn_from_the_softmax() -> None:
+    """Frequencies of many draws against the probabilities of one position, within five standard deviations."""
+    from rankwise.data.vocabulary import Vocabulary
+
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+
+    class Fixed(torch.nn.Linear):
+        def forward(self, tokens: Any, state: Any = None) -> Any:  # type: ignore[override]
+            return logits.expand(*tokens.shape, 4), None
+
+    vocabulary = Vocabulary("character", (b"a", b"b", b"c", b"d"))
+    num = 4000
+    drawn = torch.tensor(list(sample(Fixed(1, 1), vocabulary, "a", length=num, temperature=0.5)))
+    p = torch.softmax(logits / 0.5, 0)
+    found = torch.bincount(drawn, minlength=4) / num
+    assert ((found - p).abs() <= 5 * (p * (1 - p) / num).sqrt() + 1e-9).all()
