@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# passed on to the program or to pytest: make run ARGS="--removed 0.5", make test ARGS="-k gates"
+# passed on to the program or to pytest: make run ARGS="--budget.removed 0.5", make test ARGS="-k gates"
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## create .venv and install rankwise with its development tools
 
-run: setup  ## train, prune and compact a small transformer
-	$(BIN)/python examples/small_transformer.py $(ARGS)
+run: setup  ## train, prune and compare a small language model: minutes, no download
+	$(BIN)/rankwise run demo $(ARGS)
 
 # one torch thread per worker: the workers share the cores
 test: setup  ## run the tests

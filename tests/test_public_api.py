@@ -19,7 +19,7 @@ import rankwise
 SOURCE = Path(rankwise.__file__).parent
 ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
-NAMES = sorted(n for n, v in vars(rankwise).items() if not n.startswith("_") and not inspect.ismodule(v))
+NAMES = sorted(name for name in dir(rankwise) if not name.startswith("_"))
 # running it is what it is for
 MODULES = [m.name for m in pkgutil.walk_packages([str(SOURCE)], "rankwise.") if not m.name.endswith("__main__")]
 
@@ -60,14 +60,40 @@ def test_the_readme_of_the_design_runs_on_these_names() -> None:
     assert all(issubclass(getattr(rankwise, name), rankwise.RankwiseError) for name in errors)
 
 
+def test_readers_of_types_see_the_names_that_are_there() -> None:
+    branch = next(node for node in ast.parse(Path(rankwise.__file__).read_text()).body if isinstance(node, ast.If))
+    imports = [node for node in branch.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: node.module for node in imports for alias in node.names}
+    assert seen == {name: f"rankwise.{home}" for name, home in rankwise._HOMES.items()}
+    assert {*seen, "VERSION"} == set(NAMES)
+    for name, home in seen.items():
+        assert getattr(rankwise, name) is getattr(sys.modules[home], name)
+
+
+def test_a_name_that_is_not_there_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'rankwise' has no attribute 'Prunner'"):
+        rankwise.Prunner  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Prunner' from 'rankwise'"):
+        exec("from rankwise import Prunner")
+
+
+def test_a_module_does_not_take_the_place_of_the_function_of_its_name() -> None:
+    code = "import rankwise.compress, rankwise; rankwise.compress.__call__"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 IMPORT = """
 import json, sys
+import rankwise
+light = sorted(sys.modules)
 import torch
 started = []
 sys.addaudithook(lambda event, _: started.append(event) if event in WATCHED else None)
 before = set(sys.modules)
-import rankwise
+for name in dir(rankwise):
+    getattr(rankwise, name)
 print(json.dumps({
+    "light": light,
     "cuda": torch.cuda.is_initialized(),
     "modules": sorted(set(sys.modules) - before),
     "all": sorted(sys.modules),
@@ -75,17 +101,22 @@ print(json.dumps({
 }))
 """
 WATCHED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "socket.connect")
-HEAVY = ("triton", "transformers", "accelerate", "typer", "rich", "matplotlib", "pandas", "datasets", "lightning")
+HEAVY = ("triton", "transformers", "accelerate", "rich", "matplotlib", "pandas", "datasets", "lightning")
 
 
 @pytest.fixture(scope="module")
 def imported() -> dict[str, object]:
-    """What `import rankwise` does in a fresh interpreter."""
+    """What `import rankwise` and the use of all its names do in a fresh interpreter."""
     code = IMPORT.replace("WATCHED", repr(WATCHED))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return json.loads(done.stdout)
+
+
+def test_importing_alone_is_quick(imported: dict[str, list[str]]) -> None:
+    assert "rankwise.version" in imported["light"]
+    assert not {"torch", "numpy", "safetensors"} & set(imported["light"])
 
 
 def test_importing_touches_no_gpu(imported: dict[str, object]) -> None:

@@ -3,20 +3,69 @@
 `Pruner` gates a model and moves its gates as it trains; `Budget` names the size; `compress` needs no training.
 """
 
-from rankwise.adapters.generic import find_plan as find_plan
-from rankwise.compress import compress as compress
-from rankwise.core.budget import Budget as Budget
-from rankwise.core.budget import SizeReport as SizeReport
-from rankwise.core.budget import count as count
-from rankwise.core.plan import Plan as Plan
-from rankwise.deploy.load import load as load
-from rankwise.deploy.save import save as save
-from rankwise.errors import BudgetError as BudgetError
-from rankwise.errors import CheckpointError as CheckpointError
-from rankwise.errors import DataError as DataError
-from rankwise.errors import PlanError as PlanError
-from rankwise.errors import RankwiseError as RankwiseError
-from rankwise.pruner import Pruner as Pruner
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from rankwise.hf.hook import join_when_imported as _join_when_imported
 from rankwise.version import VERSION
 
 __version__ = VERSION
+
+# what readers of types see; at run time each name is imported when it is first used, so that what needs no torch,
+# such as `rankwise --help`, starts at once
+if TYPE_CHECKING:
+    from rankwise.adapters.generic import find_plan as find_plan
+    from rankwise.compress import compress as compress
+    from rankwise.core.budget import Budget as Budget
+    from rankwise.core.budget import SizeReport as SizeReport
+    from rankwise.core.budget import count as count
+    from rankwise.core.plan import Plan as Plan
+    from rankwise.deploy.load import load as load
+    from rankwise.deploy.save import save as save
+    from rankwise.errors import BudgetError as BudgetError
+    from rankwise.errors import CheckpointError as CheckpointError
+    from rankwise.errors import DataError as DataError
+    from rankwise.errors import PlanError as PlanError
+    from rankwise.errors import RankwiseError as RankwiseError
+    from rankwise.pruner import Pruner as Pruner
+else:
+    _HOMES = {
+        "find_plan": "adapters.generic",
+        "compress": "compress",
+        "Budget": "core.budget",
+        "SizeReport": "core.budget",
+        "count": "core.budget",
+        "Plan": "core.plan",
+        "load": "deploy.load",
+        "save": "deploy.save",
+        "BudgetError": "errors",
+        "CheckpointError": "errors",
+        "DataError": "errors",
+        "PlanError": "errors",
+        "RankwiseError": "errors",
+        "Pruner": "pruner",
+    }
+
+    class _Package(ModuleType):
+        """Names of functions and classes stay theirs, also when the module `rankwise.compress` is imported."""
+
+        def __getattr__(self, name):
+            if name not in _HOMES:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=self)
+            value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            setattr(self, name, value)
+            return value
+
+        def __setattr__(self, name, value):
+            if name not in _HOMES or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+        def __dir__(self):
+            return sorted({*_HOMES, "VERSION", *filter(lambda name: name.startswith("__"), vars(self))})
+
+    sys.modules[__name__].__class__ = _Package
+
+# so that stock `from_pretrained` of transformers loads what we saved
+_join_when_imported()

@@ -1,10 +1,11 @@
-"""Writing so that a reader sees the old or the new, never a half: JSON, and tensors as safetensors."""
+"""Files: written so that a reader sees the old or the new, never a half; and where to keep what can be made again."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,3 +72,17 @@ def reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"safetensors has no type {error.args[0]}"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def cache_folder() -> Path:
+    """`RANKWISE_CACHE`, or a folder where this system keeps what can be made again."""
+    if named := os.environ.get("RANKWISE_CACHE"):
+        return Path(named)
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "rankwise"

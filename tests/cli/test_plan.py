@@ -181,10 +181,13 @@ def test_nothing_is_trained_changed_or_factorized(
         (["--megabytes", "0.0001"], "The smallest size is megabytes=0.000448"),
         (["--removed", "80"], "`removed` must be a fraction in (0, 1), but is 80.0 instead. Did you mean removed=0.8?"),
         (["--of", "prunable"], "`--of prunable` must go with `--removed`"),
-        (["--of", "half", "--removed", "0.5"], "'--of'"),
-        (["--params", "many"], "'--params'"),
+        (["--of", "half", "--removed", "0.5"], "`--of` must be one of model, prunable, but is 'half' instead."),
+        (["--params", "many"], "`--params` must be a whole number, but is 'many' instead."),
         (["--include", "nothing"], "The plan must hold at least one matrix, but matches no module"),
-        (["--frob"], "--frob"),
+        (["--frob"], "There is no option `--frob` here."),
+        (["--exlude", "fc"], "There is no option `--exlude` here. Did you mean '--exclude'?"),
+        (["--removed"], "`--removed` needs a value."),
+        (["fc"], "takes no further argument, but got 'fc'."),
     ],
 )
 def test_a_wrong_option_gets_one_line(

@@ -277,7 +277,8 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
 def test_published_files_are_found_in_the_data_folder_and_checked(tmp_path, cache, monkeypatch):
     files = {"wiki.train.tokens": b" a b \n", "wiki.valid.tokens": b"a", "wiki.test.tokens": b"b"}
     digests = {name: "sha1:" + hashlib.sha1(content).hexdigest() for name, content in files.items()}
-    monkeypatch.setitem(PUBLISHED, "wikitext-103", Published(urls=("http://127.0.0.1:9/x.zip",), megabytes=1, files=digests))
+    published = Published(urls=("http://127.0.0.1:9/x.zip",), megabytes=1, files=digests)
+    monkeypatch.setitem(PUBLISHED, "wikitext-103", published)
     folder = tmp_path / "data" / "wikitext-103"
     folder.mkdir(parents=True)
     for name, content in files.items():

@@ -137,7 +137,7 @@ def test_a_server_without_ranges_sends_all_again(server, tmp_path):
 
 def test_a_transfer_that_keeps_breaking_off_is_given_up_and_can_go_on(server, tmp_path):
     server.breaks = 5
-    with pytest.raises(DataError, match=r"broke off 5 times: 992,000 of 1,024,000 bytes arrived. Run .* --data FOLDER"):
+    with pytest.raises(DataError, match=r"broke off 5 times: 992,000 of 1,024,000 bytes arrived. Run .* --corpus.data"):
         download(server.url, tmp_path / "file")
     assert names(tmp_path) == ["file.part"]
     download(server.url, tmp_path / "file", digest=DIGEST)
@@ -151,7 +151,7 @@ def test_a_wrong_checksum_is_refused_and_the_file_removed(server, tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused_at_once(server, tmp_path):
-    with pytest.raises(DataError, match=r"file/none must be there, but the server answered 404 Not Found. .* --data"):
+    with pytest.raises(DataError, match=r"file/none must be there, but the server answered 404 Not Found. .* --corpus.data"):
         download(server.url + "/none", tmp_path / "file")
     assert names(tmp_path) == []
     assert len(server.asked) == 1
@@ -195,7 +195,7 @@ def test_an_archive_is_fetched_from_the_first_mirror_that_has_it_and_only_once(s
 
 def test_when_no_mirror_has_it_each_failure_is_told(server, tmp_path):
     urls = (server.url + "/1", server.url + "/2")
-    with pytest.raises(DataError, match=r"file/1 must be there.*file/2 must be there.*--data FOLDER"):
+    with pytest.raises(DataError, match=r"file/1 must be there.*file/2 must be there.*--corpus.data"):
         fetch(Published(urls=urls, megabytes=1, files={"a": "sha256:0"}), tmp_path)
 
 

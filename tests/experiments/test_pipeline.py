@@ -258,3 +258,27 @@ def test_a_sample_is_drawn_from_the_softmax() -> None:
     p = torch.softmax(logits / 0.5, 0)
     found = torch.bincount(drawn, minlength=4) / num
     assert ((found - p).abs() <= 5 * (p * (1 - p) / num).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"budget": rw.Budget(removed=0.99)}, "The budget must be at least"),
+        ({"training": replace(PHASE, batch_size=400)}, "must hold at least one window of 400 x 8"),
+    ],
+)
+def test_what_pruning_would_refuse_is_refused_before_training(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankwiseError, match=message):
+        run(toy(tmp_path, **changes), tmp_path / "run", watcher=(watcher := Phases()))
+    assert watcher.steps == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_leaves_the_experiment_as_it_was(tmp_path: Path) -> None:
+    experiment = toy(tmp_path)
+    run(experiment, tmp_path / "run")
+    with pytest.raises(CheckpointError):
+        run(replace(experiment, base=replace(PHASE, lr=2e-2)), tmp_path / "run")
+    assert read_experiment(tmp_path / "run") == experiment

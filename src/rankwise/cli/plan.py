@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
+from rankwise.cli.tables import print_table
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
@@ -57,31 +56,29 @@ class Outlook:
     exported: int | None
 
 
-def plan(
-    model: Annotated[
-        str, typer.Argument(help="`package.module:builder` or `path/to/file.py:builder`", show_default=False)
-    ],
-    removed: Annotated[float | None, typer.Option(help="Budget: fraction of the parameters to remove.")] = None,
-    of: Annotated[Literal["model", "prunable"] | None, typer.Option(help="What `--removed` is a fraction of.")] = None,
-    params: Annotated[int | None, typer.Option(help="Budget: parameters of the exported model.")] = None,
-    megabytes: Annotated[float | None, typer.Option(help="Budget: 10^6 bytes of saved tensors.")] = None,
-    method: Annotated[str, typer.Option(help="dense, fac, np-l0, agp, flop-agp, flop-l0 or svd.")] = "flop-l0",
-    include: Annotated[list[str] | None, typer.Option(help="Plan only modules of this name; repeatable.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave out modules of this name; repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="`package.module:builder` or `path/to/file.py:builder`")
+    add = parser.add_argument
+    add("--removed", type=number, metavar="FRACTION", help="budget: fraction of the parameters to remove")
+    add("--of", type=one_of("model", "prunable"), metavar="WHAT", help="--removed is of the model or prunable")
+    add("--params", type=whole_number, metavar="N", help="budget: parameters of the exported model")
+    add("--megabytes", type=number, metavar="N", help="budget: 10^6 bytes of saved tensors")
+    add(
+        "--method", default="flop-l0", metavar="NAME", help="dense, fac, np-l0, agp, flop-agp, flop-l0 (default) or svd"
+    )
+    add("--include", action="append", metavar="NAME", help="plan only modules of this name; repeatable")
+    add("--exclude", action="append", metavar="NAME", help="leave out modules of this name; repeatable")
+    add("--json", action="store_true", help="print JSON")
 
-    Nothing is trained or changed. A name matches itself and as the last part of a longer one.
 
-    Example: rankwise plan my_models.py:build --removed 0.8 --exclude head
-    """
+def plan(options: Options) -> None:
     from rankwise.cli.models import build
 
-    budget = _budget(removed, of, params, megabytes)
-    chosen = _method(method)
-    outlook = look_ahead(model, build(model), chosen, budget, include or None, exclude or [])
-    if as_json:
+    budget = _budget(options.removed, options.of, options.params, options.megabytes)
+    chosen = _method(options.method)
+    model = build(options.model)
+    outlook = look_ahead(options.model, model, chosen, budget, options.include, options.exclude or [])
+    if options.json:
         print(json.dumps(dataclasses.asdict(outlook), indent=2))
     else:
         show(outlook)
@@ -160,15 +157,15 @@ def show(outlook: Outlook) -> None:
     """Print the outlook: tables on a terminal, plain lines elsewhere."""
     print(f"{outlook.model}, method {outlook.method}\n")
     if outlook.matrices:
-        _print_table(_header(outlook), [_cells(row) for row in outlook.matrices])
+        print_table(_header(outlook), [_cells(row) for row in outlook.matrices], WORDS)
         if outlook.budget is not None:
             print(_note(outlook))
         print()
-    _print_table(["total", "parameters", "of dense"], _totals(outlook))
+    print_table(["total", "parameters", "of dense"], _totals(outlook), WORDS)
     if outlook.left_out:
         rows = [[item["name"] or "(model)", f"{item['parameters']:,}", item["reason"]] for item in outlook.left_out]
         print()
-        _print_table(["left out", "parameters", "why"], rows)
+        print_table(["left out", "parameters", "why"], rows, WORDS)
 
 
 def _header(outlook: Outlook) -> list[str]:
@@ -201,25 +198,14 @@ def _totals(outlook: Outlook) -> list[list[str]]:
     return [[name, f"{size:,}", f"{size / outlook.dense:.2%}"] for name, size in sizes if size is not None]
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+PLAN = Command(
+    name="plan",
+    usage="MODEL [--removed FRACTION | --params N | --megabytes N] [--method NAME] ...",
+    about="Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.",
+    details="""\
+Nothing is trained or changed. A name matches itself and as the last part of a longer one.
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for row in (header, *rows):
-            cells = [
-                cell.ljust(width) if name in WORDS else cell.rjust(width)
-                for name, cell, width in zip(header, row, widths, strict=True)
-            ]
-            print("  ".join(cells).rstrip())
-        return
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in header:
-        table.add_column(name, justify="left" if name in WORDS else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+example: rankwise plan my_models.py:build --removed 0.8 --exclude head""",
+    arguments=add_arguments,
+    run=plan,
+)

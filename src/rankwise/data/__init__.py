@@ -2,7 +2,6 @@
 
 from rankwise.data.corpus import Corpus as Corpus
 from rankwise.data.sources import NAMES as NAMES
-from rankwise.data.sources import default_cache as default_cache
 from rankwise.data.sources import load_corpus as load_corpus
 from rankwise.data.vocabulary import Vocabulary as Vocabulary
 from rankwise.data.windows import IGNORED as IGNORED

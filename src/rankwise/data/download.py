@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 30.0
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 1.0
 
-REMEDY = "If you have the files, name their folder with --data FOLDER."
+REMEDY = "If you have the files, name their folder: `data` of load_corpus, --corpus.data on the command line."
 
 # some servers turn away the name that urllib gives itself
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; rankwise)", "Accept-Encoding": "identity"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rankwise.data.prepare import Source, prepare
 from rankwise.data.published import PUBLISHED
 from rankwise.data.text import Progress, text_of
 from rankwise.errors import DataError, nearest
+from rankwise.files import cache_folder
 
 NAMES = ("pydoc", "enwik8", "enwik8-words", "wikitext-2", "wikitext-103")
 
@@ -37,7 +37,7 @@ def load_corpus(
     file or folder is split: "character" (the default, except for `.tokens` files) or "word", of which those that the
     training text has fewer than `min_count` times become `<unk>`. In a distributed run one process goes first.
     """
-    store = Path(cache) if cache is not None else default_cache()
+    store = Path(cache) if cache is not None else cache_folder()
     if str(corpus) in NAMES:
         if unit is not None or min_count is not None:
             raise DataError(
@@ -51,19 +51,6 @@ def load_corpus(
             f"which is none of them.{nearest(str(corpus).lower(), NAMES) or ' Check the path.'}"
         )
     return prepare(_own(path, unit, 1 if min_count is None else min_count), store, progress)
-
-
-def default_cache() -> Path:
-    """`RANKWISE_CACHE`, or a folder where this system keeps what can be made again."""
-    if named := os.environ.get("RANKWISE_CACHE"):
-        return Path(named)
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "rankwise"
 
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:

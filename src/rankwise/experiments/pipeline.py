@@ -23,7 +23,7 @@ from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import count
 from rankwise.data.corpus import Corpus
 from rankwise.data.text import read_blocks
-from rankwise.data.windows import Evaluation
+from rankwise.data.windows import Windows
 from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
 from rankwise.deploy.save import WEIGHTS, save
@@ -32,6 +32,7 @@ from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import (
     BASE,
+    EXPERIMENT,
     EXPORT,
     MODEL,
     RECORD,
@@ -40,6 +41,7 @@ from rankwise.experiments.folder import (
     write,
     write_experiment,
 )
+from rankwise.experiments.outline import outline
 from rankwise.models.architectures import build, describe_config
 from rankwise.pruner import Pruner
 from rankwise.training import Outcome, Progress, TrainingConfig, fit
@@ -109,6 +111,10 @@ def run_arms(
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
     setting = _begin(experiment, path, watcher, trackers)
+    for arm in arms:
+        _check(arm.experiment, setting.corpus)
+    if not (path / EXPERIMENT).exists():
+        write_experiment(path, experiment)
     base = None if experiment.base is None else _train_base(setting, experiment)
     rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
     rows += [_run_arm(setting, arm, None if base is None else path / BASE) for arm in arms]
@@ -128,6 +134,7 @@ def run_arms(
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(device),
     }
+    write_experiment(path, experiment)
     write(path / RECORD, record)
     return record
 
@@ -145,7 +152,12 @@ def train(
             f"{experiment.name} starts from fresh weights, so it has no base to train. "
             "Run it whole, with `rankwise run`."
         )
-    return _train_base(_begin(experiment, Path(folder), watcher, trackers), experiment)
+    path = Path(folder)
+    setting = _begin(experiment, path, watcher, trackers)
+    _check(experiment, setting.corpus)
+    if not (path / EXPERIMENT).exists():
+        write_experiment(path, experiment)
+    return _train_base(setting, experiment)
 
 
 def prune(
@@ -163,6 +175,7 @@ def prune(
         )
     path = Path(folder)
     setting = _begin(experiment, path.parent, watcher, trackers)
+    _check(experiment, setting.corpus)
     return _run_arm(setting, Arm(path.name, experiment), Path(base))
 
 
@@ -172,17 +185,25 @@ def device_of(config: TrainingConfig) -> torch.device:
 
 
 def quality_of(model: nn.Module, corpus: Corpus, split: str, config: TrainingConfig) -> Quality:
-    """Quality of an exported model over a whole split, in float32."""
+    """Quality of an exported model on a split, in float32."""
     language = LanguageModel(model.to(device_of(config)))
-    return evaluate(language, Evaluation(getattr(corpus, split), unroll=config.window), corpus.unit)
+    return evaluate(language, config.evaluation(getattr(corpus, split)), corpus.unit)
 
 
 def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, trackers: Sequence[str]) -> Setting:
     watcher = watcher or Watcher()
     watcher.phase(f"reading {experiment.corpus.name}")
-    corpus = experiment.corpus.load(watcher.read)
-    write_experiment(folder, experiment)
-    return Setting(corpus, folder, watcher, trackers)
+    return Setting(experiment.corpus.load(watcher.read), folder, watcher, trackers)
+
+
+def _check(experiment: Experiment, corpus: Corpus) -> None:
+    """Refuse what would fail after hours of training: a budget out of reach, a text shorter than a window."""
+    outline(replace(experiment, model=replace(experiment.model, num_words=len(corpus.vocabulary))))
+    for phase in (experiment.base, experiment.training):
+        if phase is not None:
+            Windows(corpus.train, batch=phase.batch_size, unroll=phase.window)
+            phase.evaluation(corpus.valid)
+            phase.evaluation(corpus.test)
 
 
 def _train_base(setting: Setting, experiment: Experiment) -> dict[str, Any]:

@@ -39,8 +39,7 @@ def sweep(
                 f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
             )
     path, watcher = Path(folder), watcher or Watcher()
-    write_experiment(path, experiment)
-    arms = list(_arms(experiment, methods, removed))
+    arms = _arms(experiment, methods, removed)
     records = []
     for seed in seeds:
         watcher.phase(f"seed {seed}")
@@ -48,6 +47,7 @@ def sweep(
         records.append(
             run_arms(replace(experiment, seed=seed), seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers)
         )
+    write_experiment(path, experiment)
     record = {"format": FORMAT, "version": VERSION, "name": experiment.name, "runs": records}
     write(path / RECORD, record)
     return record

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rankwise.data.symbols import Array
+from rankwise.data.windows import Evaluation
 from rankwise.training.schedules import SCHEDULES
 
 Precision = Literal["no", "bf16"]
@@ -47,6 +49,8 @@ class TrainingConfig:
     """"auto" takes an accelerator where there is one."""
     eval_every: int = 1_000
     """Steps between evaluations on the validation text. The ends of both phases are evaluated in any case."""
+    eval_tokens: int | None = None
+    """Evaluate on so many tokens from the beginning of a text; None for all of it."""
     checkpoint_every: int = 1_000
     """Steps between checkpoints. A new best and the end are saved in any case."""
     keep: int = 2
@@ -63,6 +67,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+        if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
+            raise ValueError(f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead.")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 names = ", ".join(map(repr, known))
@@ -85,6 +91,12 @@ class TrainingConfig:
                 f"`dense_steps` must be at most `steps` ({self.steps}), but is {self.dense_steps} instead. "
                 "`steps` counts both phases."
             )
+
+    def evaluation(self, text: Array) -> Evaluation:
+        """The part of a text that is evaluated on, in windows."""
+        # the first token is no target
+        part = text if self.eval_tokens is None else text[: self.eval_tokens + 1]
+        return Evaluation(part, unroll=self.window)
 
     def lr_at(self, step: int, *, pruning: bool = False) -> float:
         """The learning rate of step 1, 2, ..., `steps`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.data.corpus import Corpus
-from rankwise.data.windows import Evaluation, Windows
+from rankwise.data.windows import Windows
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.pruner import Pruner
 from rankwise.training.accelerator import make_accelerator
@@ -64,7 +64,7 @@ class Run:
         if pruner is None and config.dense_steps:
             raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
         self.windows = Windows(corpus.train, batch=config.batch_size, unroll=config.window, seed=config.seed)
-        self.valid = Evaluation(corpus.valid, unroll=config.window)
+        self.valid = config.evaluation(corpus.valid)
         self.model, self.corpus, self.config = model, corpus, config
         self.folder = RunFolder(folder)
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep)
@@ -119,8 +119,9 @@ class Run:
         lr = config.lr_at(self.step + 1, pruning=self.pruning)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.language.train()
-        x_BT, y_BT = self.windows.at(self.step)
+        if not self.language.training:
+            self.language.train()
+        x_BT, y_BT = self._batch()
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
             loss, state = self.language(x, y, self.states[i])
             self.states[i] = detached(state)
@@ -134,6 +135,11 @@ class Run:
         self.optimizer.zero_grad()
         self.step += 1
         self.pending = True
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this step, in memory from which a GPU copies them while it computes."""
+        x_BT, y_BT = self.windows.at(self.step)
+        return (x_BT.pin_memory(), y_BT.pin_memory()) if self.device.type == "cuda" else (x_BT, y_BT)
 
     def training_metrics(self) -> dict[str, Any]:
         """Means since the last line, and how large the model is."""
@@ -246,4 +252,6 @@ class Run:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         lr, betas, decay = self.config.lr, self.config.betas, self.config.weight_decay
-        return torch.optim.AdamW(self.model.parameters(), lr=lr, betas=betas, weight_decay=decay)
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=betas, weight_decay=decay, fused=self.device.type == "cuda" or None
+        )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 Recurrence = Callable[
@@ -32,12 +34,30 @@ def sru(
     return run(u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD, scale)
 
 
-@cache
 def _implementation(device_type: str) -> Recurrence:
     """The implementation for a kind of device."""
     from rankwise.kernels.sru import reference
 
+    if device_type == "cpu":
+        from rankwise.kernels.sru import cpu
+
+        if cpu.READY:
+            return cpu.sru
+    if device_type == "cuda" and _has_triton():
+        from rankwise.kernels.sru import triton
+
+        return triton.sru
     return reference.sru
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether a stack that reads `x` can run by the kernels of `layer.py`; a compiler fuses by itself."""
+    return x.is_cuda and x.dtype != torch.float64 and _has_triton() and not torch.compiler.is_compiling()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _check(

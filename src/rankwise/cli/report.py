@@ -1,0 +1,72 @@
+"""`rankwise report`: the tables of finished runs, from their records. Also how other commands show one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.cli.command import Command, Options, Parser, UsageError
+from rankwise.cli.tables import print_table
+from rankwise.errors import CheckpointError
+from rankwise.report.tables import table
+
+FORMATS = ("rankwise-experiment", "rankwise-sweep")
+
+
+def show_record(record: Mapping[str, Any]) -> None:
+    """Print the table of a record."""
+    found = table(record)
+    print_table(found.columns, found.rows, words=("",))
+    for note in found.notes:
+        print(note)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a finished run or sweep."""
+    path = folder / "record.json"
+    remedy = "Give the folder that `rankwise run` or `rankwise sweep` wrote to; where it was stopped, run it again."
+    if not path.is_file():
+        raise CheckpointError(f"A finished run must hold record.json, but {folder} does not. {remedy}")
+    try:
+        record = json.loads(path.read_bytes())
+        form = record["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}.") from error
+    if form not in FORMATS:
+        raise CheckpointError(f"{path} must be the record of a run or a sweep, but is a {form!r}. {remedy}")
+    assert isinstance(record, dict)
+    return record
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of a finished run or sweep")
+    parser.add_argument("--json", action="store_true", help="print a list of the records as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a Markdown file")
+
+
+def report(options: Options) -> None:
+    if options.json and options.markdown:
+        raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
+    records = {folder: read_record(Path(folder)) for folder in options.folders}
+    if options.json:
+        print(json.dumps(list(records.values()), indent=1))
+        return
+    for place, (folder, record) in enumerate(records.items()):
+        if len(records) > 1:
+            print(f"{'' if place == 0 else chr(10)}{record['name']}, {folder}\n")
+        if options.markdown:
+            print(table(record).markdown())
+        else:
+            show_record(record)
+
+
+REPORT = Command(
+    name="report",
+    usage="FOLDER ... [--json | --markdown]",
+    about="Show the tables of finished runs and sweeps again.",
+    details="example: rankwise report runs/demo --markdown",
+    arguments=add_arguments,
+    run=report,
+)

@@ -1,0 +1,128 @@
+"""`rankwise evaluate` and `rankwise sample`: what uses the model that a run exported."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
+from rankwise.cli.options import configured, refuse_settings
+from rankwise.cli.runs import RUNS
+from rankwise.errors import DataError
+
+if TYPE_CHECKING:
+    from rankwise.data.vocabulary import Vocabulary
+    from rankwise.experiments.config import Experiment
+
+CHANGEABLE = ("corpus", "training")
+
+
+def of_model(options: Options) -> Experiment:
+    from rankwise.experiments.folder import read_experiment
+
+    return read_experiment(Path(options.target))
+
+
+def evaluate(options: Options) -> None:
+    from rankwise.cli.progress import watching
+    from rankwise.core.budget import count
+    from rankwise.experiments.folder import load_run
+    from rankwise.experiments.pipeline import quality_of
+
+    refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
+    found = load_run(Path(options.target))
+    experiment = configured(found.experiment, options)
+    with watching() as watcher:
+        watcher.phase(f"reading {experiment.corpus.name}")
+        corpus = experiment.corpus.load(watcher.read)
+        if corpus.vocabulary != found.vocabulary:
+            raise DataError(
+                f"The corpus must have the vocabulary that the model was trained on ({len(found.vocabulary):,} "
+                f"{found.vocabulary.kind}s), but {corpus.name} has another ({len(corpus.vocabulary):,} "
+                f"{corpus.vocabulary.kind}s). Give the corpus of its training."
+            )
+        watcher.phase(f"evaluating {found.folder}")
+        quality = quality_of(found.model, corpus, options.split, experiment.training)
+    parameters = count(found.model)
+    if options.json:
+        answer = {"folder": str(found.folder), "split": options.split, "parameters": parameters, **quality.record()}
+        print(json.dumps(answer, indent=1))
+    else:
+        measure = quality.measure.replace("_", " ")
+        print(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
+
+
+def sample(options: Options) -> None:
+    from rankwise.experiments.folder import load_run
+    from rankwise.experiments.sample import sample as draw
+
+    found = load_run(Path(options.target))
+    numbers = draw(
+        found.model,
+        found.vocabulary,
+        options.prompt,
+        length=options.length,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    # the first number is drawn before anything is printed: a wrong prompt gets its line alone
+    for place, piece in enumerate(spelled(found.vocabulary, options.prompt, numbers)):
+        print(piece if place else options.prompt + piece, end="", flush=True)
+    print()
+
+
+def spelled(vocabulary: Vocabulary, prompt: str, numbers: Iterable[int]) -> Iterator[str]:
+    """Text that goes on from the prompt, as its numbers come."""
+    if vocabulary.kind != "word":
+        # a character may be several bytes, and so several numbers
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        yield from (decoder.decode(vocabulary.tokens[number]) for number in numbers)
+        yield decoder.decode(b"", final=True)
+        return
+    last = vocabulary.encode(prompt)[-1:]
+    for one in numbers:
+        yield vocabulary.decode([*last, one])[len(vocabulary.decode(last)) :]
+        last = [one]
+
+
+def _evaluate_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="FOLDER", help="of a run, or of one of its models")
+    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid (default) or test")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _sample_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="FOLDER", help="of a run, or of one of its models")
+    add("--prompt", default="The ", metavar="TEXT", help="what the text begins with (default: 'The ')")
+    add("--length", type=whole_number, default=500, metavar="N", help="tokens to draw (default: 500)")
+    add("--temperature", type=number, default=0.8, metavar="T", help="0 takes the likeliest (default: 0.8)")
+    add("--top-k", type=whole_number, metavar="K", help="draw from the K likeliest tokens only")
+    add("--seed", type=whole_number, default=0, metavar="N", help="another number, another text (default: 0)")
+
+
+EVALUATE = Command(
+    name="evaluate",
+    usage="FOLDER [--split valid|test] [--corpus.SETTING VALUE ...] [--json]",
+    about="Measure how well a model of a run predicts a text.",
+    details=f"""\
+Where the corpus has moved since: --corpus.data FOLDER, or --corpus.name FILE for a text of your own.
+
+example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
+    arguments=_evaluate_arguments,
+    run=evaluate,
+    experiment=of_model,
+)
+SAMPLE = Command(
+    name="sample",
+    usage="FOLDER [--prompt TEXT] [--length N] [--temperature T] [--top-k K] [--seed N]",
+    about="Let a model of a run write text.",
+    details=f"example: rankwise sample {RUNS}/demo --prompt 'The function ' --temperature 0.7",
+    arguments=_sample_arguments,
+    run=sample,
+)

@@ -1,0 +1,182 @@
+"""Every command, end to end, on a toy."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_toys import LETTERS, lasting, results, words
+
+from rankwise.cli.app import run
+from rankwise.experiments.presets import PRESETS
+
+NAMES = ["dense", "flop-l0", "fac"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command prints as JSON, and nothing but that."""
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert run(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_run_prints_a_row_for_every_model_and_says_where_they_are(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = lines(capsys, "run", "demo", *words(place), "--out", str(finished))
+    assert [line.split()[0] for line in found[1:4]] == NAMES
+    assert found[0].split()[0] == "parameters"
+    assert str(finished) in found[-1]
+    for name in NAMES:
+        assert (finished / name / "model").is_dir()
+
+
+def test_a_finished_run_prints_the_same_again_and_computes_nothing(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = lines(capsys, "run", "demo", *words(place), "--out", str(finished))
+    monkeypatch.setattr("rankwise.experiments.pipeline.fit", None)
+    monkeypatch.setattr("rankwise.experiments.pipeline.time_together", None)
+    assert lines(capsys, "run", "demo", *words(place), "--out", str(finished)) == first
+
+
+def test_the_record_as_json_is_that_of_the_folder(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = answer(capsys, "run", "demo", *words(place), "--out", str(finished))
+    assert record == json.loads((finished / "record.json").read_text())
+    assert [row["name"] for row in record["rows"]] == NAMES
+
+
+def test_settings_reach_the_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"both__lr": "1e-3", "compare": "", "method": "np-l0", "budget__removed": "0.3", "seed": "3"}
+    record = answer(capsys, "run", "demo", *words(place, **changes), "--out", str(tmp_path / "run"))
+    experiment = record["experiment"]
+    assert (experiment["base"]["lr"], experiment["training"]["lr"]) == (1e-3, 1e-3)
+    assert (experiment["method"]["name"], experiment["method"]["anneal_steps"]) == ("np-l0", 3)
+    assert (experiment["budget"]["removed"], experiment["compare"], record["seed"]) == (0.3, [], 3)
+    assert [row["name"] for row in record["rows"]] == ["dense", "np-l0"]
+    assert record["rows"][1]["removed_of_prunable"] >= 0.3
+
+
+def test_a_run_goes_to_runs_by_default_and_tells_its_steps(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # no preset is the demo
+    assert run(["run", *words(place, compare="")]) == 0
+    assert (tmp_path / "runs" / "demo" / "record.json").is_file()
+    told = capsys.readouterr().err.splitlines()
+    titles = [line for line in told if not line.startswith(" ")]
+    assert titles[1:] == [
+        "training the dense model",
+        "evaluating base",
+        "pruning with flop-l0",
+        "evaluating flop-l0",
+        "timing",
+    ]
+    steps = [line for line in told if line.startswith("  step ")]
+    assert [line.split()[1] for line in steps] == ["5/10", "10/10"] * 2
+    figures = r"loss \d\.\d+  \d\.\d+ bits per character  valid \d\.\d+"
+    assert re.fullmatch(rf"  step 5/10  {figures}  [\d,]+ tokens/s  \d+:\d\d left", steps[0])
+    assert re.fullmatch(rf"  step 10/10  {figures}  size \d+ \(target \d+\)  [\d,]+ tokens/s", steps[3])
+
+
+def test_a_base_is_trained_once_and_pruned_by_any_method(
+    place: Path, tmp_path: Path, expected: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "mine"
+    row = answer(capsys, "train", "demo", *words(place), "--out", str(base))
+    assert (base / "base" / "model").is_dir()
+    assert row["method"] == "dense"
+    pruned = answer(capsys, "prune", str(base), "--out", str(tmp_path / "pruned" / "flop-l0"))
+    # the same as in one go
+    assert [lasting(pruned)] == [row for row in expected if row["name"] == "flop-l0"]
+    arguments = ["--method", "np-l0", "--budget.removed=0.5", "--out", str(tmp_path / "pruned" / "np")]
+    found = lines(capsys, "prune", str(base / "base"), *arguments)
+    assert "parameters" in found[0]
+    assert found[-1] == f"The model is in {tmp_path / 'pruned' / 'np'}."
+
+
+def test_evaluate_finds_what_the_run_found(
+    finished: Path, expected: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for row in expected:
+        for split in ("valid", "test"):
+            got = answer(capsys, "evaluate", str(finished / row["name"]), "--split", split)
+            assert got["parameters"] == row["parameters"]
+            assert got["loss"] == pytest.approx(row[split]["loss"], rel=1e-6)
+    (line,) = lines(capsys, "evaluate", str(finished))
+    value = next(row for row in expected if row["name"] == "flop-l0")["valid"]["bits_per_character"]
+    assert line.endswith(f"parameters, valid {value:.4f} bits per character")
+
+
+def test_evaluate_refuses_a_text_of_other_letters(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.txt").write_text("xyz" * 500)
+    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt")]) == 2
+    said = capsys.readouterr().err
+    assert "must have the vocabulary that the model was trained on (8 characters), but other has another (3" in said
+
+
+def test_sample_goes_on_from_the_prompt(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sample", str(finished), "--prompt", "abc", "--length", "40"]
+    (text,) = lines(capsys, *arguments, "--seed", "1")
+    assert text.startswith("abc")
+    assert len(text) == 43
+    assert set(text) <= set(LETTERS)
+    assert lines(capsys, *arguments, "--seed", "1") == [text]
+    assert lines(capsys, *arguments, "--seed", "2") != [text]
+    likeliest = lines(capsys, *arguments, "--temperature", "0")
+    assert lines(capsys, *arguments, "--top-k", "1") == likeliest
+
+
+def test_sweep_runs_the_grid_and_report_shows_it_again(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    arguments = ["sweep", "demo", *words(place), "--out", str(folder)]
+    grid = ["--methods", "flop-l0,fac", "--removed", "0.4,0.6", "--seeds", "0,1"]
+    found = lines(capsys, *arguments, *grid)
+    arms = ["dense", "flop-l0-40", "flop-l0-60", "fac-40", "fac-60"]
+    assert [line.split()[0] for line in found[1:6]] == arms
+    record = json.loads((folder / "record.json").read_text())
+    assert [run_["seed"] for run_ in record["runs"]] == [0, 1]
+    again = lines(capsys, *arguments, *grid)
+    assert again == found
+    assert lines(capsys, "report", str(folder)) == found[: -len(["", "where"])]
+
+
+def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = lines(capsys, "report", str(finished), "--markdown")
+    assert [line.split()[1] for line in found[2:]] == NAMES
+    assert all(line.startswith("|") and line.endswith("|") for line in found)
+    assert answer(capsys, "report", str(finished)) == [json.loads((finished / "record.json").read_text())]
+    assert run(["report", str(finished), "--json", "--markdown"]) == 2
+    assert "exclude each other" in capsys.readouterr().err
+
+
+def test_presets_lists_sizes_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    (demo,) = answer(capsys, "presets", "demo")
+    assert demo["download_megabytes"] == 0
+    assert demo["exported"] < demo["parameters"]
+    found = lines(capsys, "presets", "transformer-xl", "short")
+    names = [name for name in PRESETS if "transformer-xl" in name and "short" in name]
+    assert [line.split()[0] for line in found[1:-2]] == names
+    assert all("enwik8" in line and " MB " in line for line in found[1:-2])
+    assert found[-1].startswith(f"{len(names)} of {len(PRESETS)} presets.")
+
+
+def test_the_rows_of_a_run_do_not_depend_on_where_it_is(
+    place: Path, tmp_path: Path, expected: list[dict[str, Any]]
+) -> None:
+    assert run(["run", "demo", *words(place), "--out", str(tmp_path / "again")]) == 0
+    assert results(tmp_path / "again") == expected

@@ -1,0 +1,142 @@
+"""What a run shows: lines in a log, one living block on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from rankwise.cli import progress, tables
+from rankwise.cli.progress import Block, Figures, Lines, clock
+from rankwise.experiments.pipeline import Watcher
+
+LINE = {"loss": 1.5, "bits_per_character": 2.164, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 1.0}
+SIZES = {"target_size": 500_000.0, "expected_size": 612_345.6}
+SHOWN = "size 612,346 (target 500,000)  12,346 tokens/s"
+VALID = {"valid_loss": 1.25, "valid_bits_per_character": 1.803, "is_best": True}
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The clock of the progress; its one item is the time."""
+    time = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: time[0])
+    return time
+
+
+def play(watcher: Watcher, now: list[float]) -> None:
+    """A run of one phase."""
+    watcher.phase("reading enwik8")
+    watcher.read("downloading enwik8", 1_000_000, 36_000_000)
+    now[0] += 7
+    watcher.read("downloading enwik8", 20_500_000, 36_000_000)
+    watcher.phase("pruning with flop-l0")
+    watcher.begin(0, 400)
+    watcher.advance(50)
+    now[0] += 10
+    watcher.report({"step": 100, **LINE, **SIZES})
+    now[0] += 10
+    watcher.report({"step": 200, "seconds": 2.0, **VALID})
+    watcher.end()
+    watcher.phase("timing")
+
+
+def test_a_log_has_a_line_for_every_report(now: list[float]) -> None:
+    stream = io.StringIO()
+    play(Lines(stream), now)
+    assert stream.getvalue().splitlines() == [
+        "reading enwik8",
+        "  downloading enwik8: 20.5 of 36.0 MB",
+        "pruning with flop-l0",
+        f"  step 100/400  loss 1.500  2.164 bits per character  {SHOWN}  0:30 left",
+        "  step 200/400  valid 1.803  0:20 left",
+        "timing",
+    ]
+
+
+def test_a_run_that_goes_on_says_where(now: list[float]) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    for step in (0, 30, 40):
+        lines.begin(step, 40)
+    assert stream.getvalue() == "  going on after step 30 of 40\n"
+
+
+def test_time_left_counts_only_what_this_process_did(now: list[float]) -> None:
+    figures = Figures(300, 400)
+    assert figures.seconds_left() is None
+    now[0] += 5
+    figures.step = 310
+    assert figures.seconds_left() == pytest.approx(45)
+    assert clock(45) == "0:45"
+    assert clock(3 * 3600 + 62) == "3:01:02"
+
+
+def test_a_terminal_has_one_block_and_a_line_for_every_phase(now: list[float]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    block = Block(console)
+    with block:
+        play(block, now)
+        assert shown(block) == "timing"
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert "reading enwik8  0:07" in written
+    assert "pruning with flop-l0  step 200/400  0:20  2.164 bits per character  valid 1.803" in written
+
+
+def test_the_block_shows_the_last_of_every_figure(now: list[float]) -> None:
+    block = Block(Console(file=io.StringIO(), force_terminal=True, width=120))
+    block.phase("pruning with [flop]")
+    block.read("preparing", 5_000_000, 10_000_000)
+    assert "5.0 of 10.0 MB" in shown(block)
+    block.begin(0, 400)
+    now[0] += 10
+    block.report({"step": 100, **LINE, **SIZES})
+    block.report({"step": 100, **VALID})
+    block.advance(200)
+    text = shown(block)
+    assert "pruning with [flop]" in text
+    assert "200/400" in text
+    assert f"2.164 bits per character  valid 1.803  {SHOWN}  0:10 left" in text
+
+
+def shown(block: Block) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    console.print(block.render())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().strip().lstrip("-\\|/ ")
+
+
+def test_only_a_terminal_gets_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress.watching() as watcher:
+        assert isinstance(watcher, Lines)
+    monkeypatch.setattr(progress, "terminal", lambda **_: Console(file=io.StringIO(), force_terminal=True))
+    with progress.watching() as watcher:
+        assert isinstance(watcher, Block)
+        assert watcher.live.is_started
+    assert not watcher.live.is_started
+
+
+def test_colours_are_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert tables.terminal() is None
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert tables.terminal() is not None
+    monkeypatch.setenv("TERM", "dumb")
+    assert tables.terminal() is None
+
+
+def test_a_table_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    header, rows = ("name", "size"), [("[a]", "1,000"), ("b", "2")]
+    tables.print_table(header, rows, words=("name",))
+    assert capsys.readouterr().out.splitlines() == ["name   size", "[a]   1,000", "b         2"]
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    monkeypatch.setattr(tables, "terminal", lambda: console)
+    tables.print_table(header, rows, words=("name",))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert "[a]" in drawn
+    assert "─" in drawn

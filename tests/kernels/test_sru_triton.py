@@ -1,0 +1,269 @@
+"""The Triton kernels against plain PyTorch: forward and every gradient, at odd shapes.
+
+On a GPU where there is one; else through Triton's interpreter, in a process of its own: it must be asked for before
+triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.kernels.normed_pair import reference as pair_reference
+from rankwise.kernels.sru import reference
+from rankwise.models import sru as models
+from rankwise.models.sru import SRUConfig, SRULanguageModel
+
+
+def _interpreter() -> bool:
+    """Those before 3.9 cannot count loops with today's numpy."""
+    try:
+        major, minor, *_ = version("triton").split(".")
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (3, 9)
+
+
+GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="no GPU; the interpreter has a test of its own")
+
+BF16 = 4e-3 if GPU else 1e-2
+"""The interpreter cuts off where a GPU rounds."""
+
+SHAPES = [(1, 1, 1), (2, 3, 5), (3, 1, 130), (17, 2, 65)]
+if GPU:
+    SHAPES += [(63, 2, 65), (256, 4, 500), (100, 3, 3056)]
+
+
+@pytest.mark.skipif(GPU or INTERPRETED or not _interpreter(), reason="a GPU runs them, or there is no interpreter")
+def test_the_kernels_by_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of NaN, so that what a kernel leaves unwritten shows."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float32).to(DEVICE, dtype).requires_grad_()
+
+
+def recurrence_inputs(
+    steps: int, batch: int, width: int, num_projections: int, dtype: torch.dtype, dropout: bool
+) -> list[Tensor | None]:
+    x = some(steps, batch, width, dtype=dtype) if num_projections == 3 else None
+    mask = (torch.rand(batch, width, device=DEVICE) > 0.3).float().div(0.7).requires_grad_() if dropout else None
+    gates = [some(2, width), some(2, width)]
+    return [some(steps, batch, num_projections, width, dtype=dtype), x, *gates, some(batch, width), mask]
+
+
+def outputs_and_gradients(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """What `run` gives, and the gradient of each input for random gradients of what it gives."""
+    outputs = run(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs]
+    wanted = {f"d{i}": t for i, t in enumerate(inputs) if t is not None and t.requires_grad}
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), given)
+    return {**{f"out{i}": o for i, o in enumerate(outputs)}, **dict(zip(wanted, gradients, strict=True))}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert got[name].dtype == expected.dtype, name
+        assert got[name].shape == expected.shape, name
+        exact = expected.detach().double()
+        error = (got[name].detach().double() - exact).norm() / exact.norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name}: relative error {float(error):.1e}"
+
+
+@kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_projections", [3, 4])
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_and_every_gradient_are_those_of_the_reference(
+    shape: tuple[int, int, int], num_projections: int, dropout: bool, dtype: torch.dtype
+) -> None:
+    from rankwise.kernels.sru import triton
+
+    inputs = recurrence_inputs(*shape, num_projections, dtype, dropout)
+    scale = 1.3
+    got = outputs_and_gradients(lambda *a: triton.sru(*a, scale), inputs)
+    want = outputs_and_gradients(lambda *a: reference.sru(*a, scale), inputs)
+    assert_same(got, want, 2e-6 if dtype == torch.float32 else BF16)
+
+
+@kernels
+def test_inputs_need_not_be_contiguous_and_need_no_gradient() -> None:
+    from rankwise.kernels.sru import triton
+
+    inputs = recurrence_inputs(5, 2, 9, 3, torch.float32, dropout=True)
+    strange = [None if t is None else t.detach().mT.contiguous().mT for t in inputs]
+    for got, want in zip(triton.sru(*strange), reference.sru(*inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@kernels
+def test_in_inference_no_states_are_kept() -> None:
+    from rankwise.kernels.sru import triton
+
+    inputs = [None if t is None else t.detach() for t in recurrence_inputs(3, 2, 9, 4, torch.float32, dropout=False)]
+    assert torch.ops.rankwise.sru(*inputs, 1.0, False)[2].numel() == 0
+    torch.testing.assert_close(triton.sru(*inputs), reference.sru(*inputs))
+
+
+@kernels
+@pytest.mark.parametrize("num_projections", [3, 4])
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_operator_keeps_the_rules_of_torch(num_projections: int, learns: bool) -> None:
+    from rankwise.kernels.sru import triton
+
+    assert triton.sru
+    inputs = recurrence_inputs(4, 2, 20, num_projections, torch.float32, dropout=num_projections == 3)
+    inputs = inputs if learns else [None if t is None else t.detach() for t in inputs]
+    torch.library.opcheck(torch.ops.rankwise.sru, (*inputs, 1.3, learns))
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU")
+def test_a_compiled_model_gives_the_same() -> None:
+    model = small_model().cuda().eval()
+    tokens = torch.randint(13, (2, 9), device="cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+    compiled(tokens)[0].square().mean().backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(tokens)[0].square().mean().backward()
+    for a, b in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-3, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (5, 7, 3, 4), (19, 40, 13, 21), (33, 130, 16, 9)], ids=str)
+@pytest.mark.parametrize("gated, selected", [(False, False), (True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folded_norm_is_that_of_the_reference(
+    shape: tuple[int, int, int, int], gated: bool, selected: bool, dtype: torch.dtype
+) -> None:
+    from rankwise.kernels.normed_pair import triton
+
+    num_rows, width, rank, num_outputs = shape
+    x = (some(num_rows, width, dtype=dtype) + 0.5).detach().requires_grad_()
+    rstd = pair_reference.row_rstd(x, 1e-2).detach().requires_grad_()
+    torch.testing.assert_close(triton.row_stats(x.detach(), 1e-2)[1], rstd.detach())
+    inputs = [x, rstd, some(rank, width), some(num_outputs, rank), some(width), some(width)]
+    z = torch.rand(rank, device=DEVICE).requires_grad_() if gated else None
+    active = torch.randperm(rank, device=DEVICE)[: max(rank // 2, 1)] if selected else None
+    inputs += [z, active]
+    got = outputs_and_gradients(triton.normed_pair, inputs)
+    want = outputs_and_gradients(pair_reference.normed_pair, inputs)
+    if width > 1:
+        assert_same(got, want, 1e-5 if dtype == torch.float32 else 3 * BF16)
+
+
+def small_model(dropout: float = 0.0) -> SRULanguageModel:
+    config = SRUConfig(
+        num_words=13, embedding_width=6, width=20, num_layers=3, rank=10, dropout=dropout, layer_norm=True, rescale=True
+    )
+    model = SRULanguageModel(config)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.normal_(module.weight, 1.0, 0.3)
+            nn.init.normal_(module.bias, 0.0, 0.3)
+    return model
+
+
+def run_model(model: SRULanguageModel, fused: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Logits, states and every gradient, those of gates included."""
+    monkeypatch.setattr(models, "can_fuse", lambda x: fused)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(13, (2, 7), generator=generator).to(DEVICE)
+    state = torch.randn(3, 2, 20, generator=generator).to(DEVICE).requires_grad_()
+    torch.manual_seed(3)
+    logits, after = model(tokens, state)
+    (logits.square().mean() + after.square().mean()).backward()
+    found = {"logits": logits, "state": after, "dstate": state.grad}
+    for name, parameter in model.named_parameters():
+        found[name], parameter.grad = parameter.grad, None
+    for name, module in model.named_modules():
+        z = getattr(module, "z", None)
+        if isinstance(z, Tensor) and z.requires_grad:
+            found[f"{name} z"], z.grad = z.grad * (z != 0), None
+    return found
+
+
+@kernels
+@pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "np-l0", "fac"])
+def test_a_fused_stack_gives_the_outputs_and_gradients_of_the_plain_one(
+    method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model().to(DEVICE)
+    model.sru.layers[0].dropout = 0.3
+    if method is not None:
+        settings = {} if method == "fac" else {"anneal_steps": 100}
+        pruner = rw.Pruner(model, rw.Budget(removed=0.3), method, **settings)
+        for gate in pruner.controller.gates:
+            if method == "flop-l0":
+                gate.alpha.copy_(torch.linspace(-5, 5, gate.num_components))
+        pruner.controller.outdate()
+    got = run_model(model, True, monkeypatch)
+    assert_same(got, run_model(model, False, monkeypatch), 1e-5)
+
+
+@kernels
+def test_dropout_of_the_output_drops_its_share_and_no_gradient_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "can_fuse", lambda x: True)
+    stack = small_model().sru.to(DEVICE)
+    x = some(8, 4, 6)
+    whole, _ = stack(x)
+    torch.manual_seed(0)
+    h, _ = stack(x, dropout=0.25)
+    kept = h != 0
+    assert abs(float(kept.float().mean()) - 0.75) < 0.06
+    torch.testing.assert_close(h, torch.where(kept, whole / 0.75, 0.0))
+    given = torch.randn_like(h)
+    (got,) = torch.autograd.grad(h, x, given)
+    (want,) = torch.autograd.grad(whole, x, given * kept / 0.75)
+    torch.testing.assert_close(got, want)
+    torch.manual_seed(0)
+    assert torch.equal(stack(x, dropout=0.25)[0] != 0, kept)
+    assert not torch.equal(stack(x, dropout=0.25)[0] != 0, kept)
+
+
+@kernels
+def test_an_observed_projection_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "can_fuse", lambda x: True)
+    stack = small_model().sru.to(DEVICE)
+    seen: list[Tensor] = []
+    x = some(3, 2, 6)
+    want, _ = stack(x)
+    stack.layers[1].projection.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    got, _ = stack(x)
+    assert len(seen) == 1
+    torch.testing.assert_close(got, want)
