@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -93,3 +94,31 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+COMMANDS = [
+    (page.name, re.split(r"\s{2,}#", line)[0].strip())
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("rankwise ")
+]
+
+
+@pytest.mark.parametrize("page, command", COMMANDS)
+def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: Path) -> None:
+    """Each is parsed to its last setting; what the commands do is tested with the command line."""
+    from rankwise.cli import app
+    from rankwise.cli.options import configured, parse
+    from rankwise.experiments.presets import preset
+
+    _, name, *words = shlex.split(command)
+    options = parse(app.COMMANDS[name], words)
+    experiment = app.COMMANDS[name].experiment
+    if experiment is not None:
+        in_a_run = name in ("prune", "evaluate")
+        configured(preset("demo") if in_a_run else experiment(options), options)
+
+
+def test_the_docs_hold_commands() -> None:
+    assert len(COMMANDS) > 10
