@@ -7,6 +7,8 @@ Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, N = words, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,3 +74,45 @@ def embedding(weight_ND: nn.Parameter, padding_idx: int | None) -> nn.Embedding:
     module = nn.Embedding(num_words, width, padding_idx, _weight=weight_ND.detach())
     module.weight = weight_ND
     return module
+
+
+class Pair(NamedTuple):
+    """A matrix W = P diag(z) Q without a bias, of which the components named by `active` take part."""
+
+    q_RI: Tensor
+    p_OR: Tensor
+    z_R: Tensor | None = None
+    """None: one everywhere."""
+    active: Tensor | None = None
+    """None: all."""
+
+
+def pair_of(module: nn.Module) -> Pair | None:
+    """The pair that `module` multiplies by, for a kernel that does it in its place; None where it must be called.
+
+    Any module may offer one with a method `pair`.
+    """
+    if is_observed(module):
+        return None
+    if isinstance(module, nn.Sequential):
+        parts = list(module)
+        if len(parts) != 2 or any(is_observed(part) for part in parts):
+            return None
+        first, second = parts
+        if (
+            isinstance(first, nn.Linear)
+            and isinstance(second, nn.Linear)
+            and first.bias is None
+            and second.bias is None
+        ):
+            return Pair(first.weight, second.weight)
+        return None
+    offered: Pair | None = getattr(module, "pair", lambda: None)()
+    return offered
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether someone waits for `module` to be called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rankwise.adapters import families
 from rankwise.adapters.generic import check_plan, find_plan, split_pairs
+from rankwise.adapters.readers import answer
 from rankwise.core import factorize
 from rankwise.core.budget import Account, Budget, SizeReport, count
 from rankwise.core.calibrate import second_moments
@@ -89,6 +91,7 @@ class Pruner:
             # the first gate carries the controller, so that the model's state_dict holds its state
             matrices[0].gate.register_module("controller", self.controller)
             self.controller.to(next(matrices[0].parameters()).device)
+        families.changed(model)
 
     def step(self, grad_scale: float = 1.0) -> None:
         """After `optimizer.step()`: move the gates, the multipliers and the target, and draw the next mask.
@@ -134,6 +137,8 @@ class Pruner:
             )
         limit = self._limit(budget)
         small = compact(self.model, self.controller, limit)
+        answer(small)
+        families.changed(small)
         size = self.account.dense if self.method.counts_nonzeros else self.account.size(self.controller.counts(limit))
         assert count(small) == size
         dtype = (budget or self.budget).dtype

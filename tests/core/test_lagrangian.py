@@ -16,6 +16,7 @@ import rankwise as rw
 from rankwise.core.budget import CostCurve
 from rankwise.core.control import Layout
 from rankwise.core.lagrangian import OPEN_RANGE, ExpectedSize, Lagrangian, penalty
+from rankwise.core.optim import AdamState
 
 IGNORE_UNDECIDED = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 
@@ -451,3 +452,30 @@ def test_a_low_rank_teacher_is_learned_from_scratch_within_its_budget() -> None:
     assert rw.count(small) == k * 2 * n == pruner.size().expected
     x = torch.randn(256, n)
     assert (small(x) - x @ teacher.t()).square().mean() < 0.01 * (x @ teacher.t()).square().mean()
+
+
+@pytest.mark.parametrize("recipe", ["committed", "published"])
+@given(seed=st.integers(0, 100), gate_lr=st.floats(0.02, 2.0))
+def test_no_more_components_open_than_was_foreseen(recipe: Any, seed: int, gate_lr: float) -> None:
+    """On a GPU the next step multiplies by so many, and nobody counts again."""
+    model, pruner = gated(recipe=recipe, anneal_steps=1000, gate_lr=gate_lr, open_probability=0.5, seed=seed)
+    controller = pruner.controller
+    train(model, pruner, 1)
+    for _ in range(6):
+        foreseen = controller.foresee(controller.alpha())
+        # gradients that change their sign and size as they can
+        train(model, pruner, 1, scale=10.0 ** torch.randint(-3, 4, ()).item())
+        assert foreseen.step == pruner.steps
+        opened = torch.tensor([int((gate.z != 0).sum()) for gate in controller.gates])
+        assert (opened <= foreseen.numbers).all()
+
+
+def test_adam_moves_no_further_than_its_reach() -> None:
+    """The worst there is: gradients that grow as fast as the first moment forgets less than the second."""
+    beta1, beta2 = AdamState.betas
+    moments = AdamState.zeros(1)
+    for step in range(1, 400):
+        direction = AdamState.direction(moments, torch.tensor([(beta2 / beta1) ** step]), step)
+        assert direction.abs() <= AdamState.reach()
+    unbiased = moments[0] / moments[1].sqrt()
+    assert unbiased > 0.99 * AdamState.reach()

@@ -17,6 +17,7 @@ from training_toys import CONFIG, make_model
 
 from rankwise.data.windows import IGNORED, Evaluation
 from rankwise.training import LanguageModel, evaluate
+from rankwise.training.language import carry, shape_of
 from rankwise.training.schedules import SCHEDULES, constant, cosine, inverse_sqrt
 
 steps = st.integers(1, 10_000)
@@ -121,3 +122,18 @@ def test_the_loss_is_the_mean_over_targets_that_count(kind: str, all_count: bool
     torch.testing.assert_close(loss, expected)
     # the state goes on as the model's own does
     torch.testing.assert_close(language(tokens, targets, state)[1], model(tokens, model(tokens)[1])[1])
+
+
+def test_a_state_is_carried_in_the_memory_of_the_one_before() -> None:
+    first = carry(None, torch.ones(2, 3, requires_grad=True) * 2)
+    assert not first.requires_grad
+    second = carry(first, torch.full((2, 3), 5.0, requires_grad=True) * 1)
+    assert second is first
+    assert second.eq(5).all()
+    assert carry(first, torch.zeros(2, 4)).shape == (2, 4)
+    several = carry(None, (torch.zeros(2), torch.ones(3)))
+    again = carry(several, (torch.full((2,), 7.0), torch.zeros(4)))
+    assert again[0] is several[0]
+    assert again[0].eq(7).all()
+    assert shape_of(again) == ((2,), (4,))
+    assert shape_of(None) == ()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from rankwise.adapters.heads import fresh
 from rankwise.adapters.kinds import WHOLES, kind_of, matrix_key, site_of, why_not
 from rankwise.adapters.readers import indexed, readers
 from rankwise.core.layers import GatedLayer
@@ -23,7 +24,10 @@ Pattern = str | Sequence[str]
 
 
 def find_plan(model: nn.Module, include: Pattern | None = None, exclude: Pattern = ()) -> Plan:
-    """Plan every linear layer, embedding and low-rank pair of `model` whose name fits."""
+    """Plan every linear layer, embedding and low-rank pair of `model` whose name fits.
+
+    Heads that did not come with a pretrained model's checkpoint are left out, unless `include` names them.
+    """
     check_ungated(model)
     uses, refused = _uses(model, include, exclude)
     sites, unsafe = _sites(model, uses, refused)
@@ -63,6 +67,7 @@ def _uses(model: nn.Module, include: Pattern | None, exclude: Pattern) -> tuple[
         names[id(module)].append(name)
     parts = _parts(model)
     read = readers(model)
+    random = fresh(model) if include is None else {}
     for name, module in model.named_modules():
         kind = kind_of(module)
         if id(module) in parts or (kind in WHOLES and not _is_whole(module, parts)):
@@ -77,6 +82,8 @@ def _uses(model: nn.Module, include: Pattern | None, exclude: Pattern) -> tuple[
             reason = f"{read[id(module)]} reads its weight itself"
         elif any(parameter.numel() == 0 for parameter in module.parameters()):
             reason = "it is empty"
+        elif id(module) in random:
+            reason = random[id(module)]
         else:
             uses.append(Use(name, kind))
             continue

@@ -10,7 +10,7 @@ every rank of a distributed run makes the same masks without talking.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from rankwise.core.budget import Account
 from rankwise.core.gates import FEW, Gate, Mask, State
 from rankwise.core.matrices import GatedMatrix
 from rankwise.errors import RankwiseError
+
+RANKS = 16
+"""A GPU multiplies a multiple of so many components."""
 
 
 class Layout:
@@ -34,11 +37,23 @@ class Layout:
         rows = torch.tensor(self.starts).unsqueeze(1) + widest
         # a row per gate, filled up with the index of a zero: sums in a fixed order on every device
         self.rows = torch.where(widest < torch.tensor(self.sizes).unsqueeze(1), rows, self.total)
+        # the start of each component's gate; made when it is asked for, as single weights are many
+        self.start_of: Tensor | None = None
 
     def sums(self, flat: Tensor) -> Tensor:
         """The sum over each gate's components."""
         self.rows = self.rows.to(flat.device)
         return torch.cat([flat, flat.new_zeros(1)])[self.rows].sum(1)
+
+    def open_first(self, z: Tensor, out: Tensor | None) -> Tensor:
+        """The components of each gate in its part of a flat vector, open ones before closed ones, both in order."""
+        if self.start_of is None or self.start_of.device != z.device:
+            starts = torch.tensor(self.starts, dtype=torch.int32)
+            self.start_of = starts.repeat_interleave(torch.tensor(self.sizes, dtype=torch.long)).to(z.device)
+        # a sort, because `nonzero` would make the host wait
+        index = (2 * self.start_of + (z == 0)).argsort(stable=True)
+        out = index if out is None or out.device != z.device else out
+        return torch.sub(index, self.start_of, out=out)
 
     def scatter(self, flat: Tensor, parts: Sequence[Tensor]) -> None:
         """Copy each gate's part of a flat vector into `parts`."""
@@ -74,6 +89,8 @@ class Controller(State, ABC):
         self.layout = Layout([matrix.gate.num_components for matrix in matrices])
         self._step = 0
         self._drawn = self._standing = False
+        self._index: Tensor | None = None
+        """The components in the order of `Layout.open_first`, always in the same memory."""
 
     @property
     def gates(self) -> list[Gate]:
@@ -167,6 +184,17 @@ class Controller(State, ABC):
             z[kept] = 1.0 if values is None else values[kept]
             gate.standing = Mask(z, kept if len(kept) <= FEW * gate.num_components else None)
 
+    def signature(self) -> Hashable:
+        """What of the masks the host knows: while it stays the same, so do the kernels of a step and their memory."""
+        return tuple(
+            (
+                None if gate.active is None else len(gate.active),
+                gate.binary,
+                gate.z is not None and gate.z.requires_grad,
+            )
+            for gate in self.gates
+        )
+
     def gradient(self, grad_scale: float) -> Tensor:
         """dL/dz of all gates as one flat vector: averaged over ranks, loss scale removed, zero if not finite."""
         grads = [gate.z.grad if gate.z is not None else None for gate in self.gates]
@@ -185,16 +213,22 @@ class Controller(State, ABC):
             flat /= ranks
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
 
-    def fill(self, z: Tensor) -> None:
-        """Hand a flat vector of z to the gates, with the indices of the open components where they are few."""
+    def fill(self, z: Tensor, numbers: Sequence[int] | None = None, *, binary: bool = False) -> None:
+        """Hand a flat vector of z to the gates, with the indices of its open components where they are few.
+
+        Args:
+            numbers: how many components of each gate are open, at most; None to count them, which the host waits for.
+            binary: z is 0 or 1, and `numbers` are exact.
+        """
         self.layout.scatter(z, [gate.z for gate in self.gates if gate.z is not None])
-        # the one synchronisation of a step
-        numbers = self.layout.sums((z != 0).long()).tolist()
-        # open components first, in order: a sort, because `nonzero` would make the host wait again
-        index = (z == 0).byte().argsort(stable=True)[: sum(numbers)]
-        parts = zip(self.gates, self.layout.sizes, self.layout.starts, torch.split(index, numbers), strict=True)
-        for gate, size, start, part in parts:
-            gate.active = part - start if len(part) <= FEW * size else None
+        if numbers is None:
+            numbers = self.layout.sums((z != 0).long()).tolist()
+        self._index = self.layout.open_first(z, self._index)
+        for gate, size, start, number in zip(self.gates, self.layout.sizes, self.layout.starts, numbers, strict=True):
+            rank = min(_filled(number, gate.active), size) if z.is_cuda else number
+            few = rank <= FEW * size
+            gate.active = self._index[start : start + rank] if few else None
+            gate.binary = binary and number == (rank if few else size)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -204,6 +238,15 @@ class Controller(State, ABC):
         super()._apply(fn, recurse)
         self.outdate()
         return self
+
+
+def _filled(number: int, active: Tensor | None) -> int:
+    """The rank at which `number` components are multiplied on a GPU: closed ones, whose z is zero, fill it up.
+
+    A product of an odd rank is slow, and a new rank is a new graph of the step: one that fits goes on for a while.
+    """
+    rank = 0 if active is None else len(active)
+    return rank if rank - 2 * RANKS < number <= rank else -(-number // RANKS) * RANKS
 
 
 class FixedController(Controller):

@@ -43,10 +43,18 @@ class HardConcrete:
 
     def sample(self, alpha: Tensor, noise: Tensor) -> Tensor:
         """z = min(1, max(0, s (r - l) + l)), s = sigmoid((logit u + alpha) / beta).  Paper: section 3."""
-        eps = 1e-6
-        u = noise.clamp(eps, 1 - eps)
-        s = torch.sigmoid((torch.logit(u) + alpha) / self.temperature)
-        return (s * (1 + 2 * self.stretch) - self.stretch).clamp(0, 1)
+        return self._stretched(alpha, noise)[1].clamp(0, 1)
+
+    def sample_and_slope(self, alpha: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """z, and dz / dalpha = (r - l) s (1 - s) / beta where z is not clamped, else 0."""
+        s, stretched = self._stretched(alpha, noise)
+        z = stretched.clamp(0, 1)
+        return z, s * (1 - s) * (z == stretched) * ((1 + 2 * self.stretch) / self.temperature)
+
+    def _stretched(self, alpha: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """s, and s (r - l) + l."""
+        s = torch.sigmoid((torch.logit(noise, eps=1e-6) + alpha) / self.temperature)
+        return s, s * (1 + 2 * self.stretch) - self.stretch
 
     def open_probability(self, alpha: Tensor) -> Tensor:
         """P(z > 0) = sigmoid(alpha - beta log(-l / r)).  Paper: eq. (3)."""

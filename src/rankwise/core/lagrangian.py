@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ TRAVEL = 50.0
 """How far Adam can move an alpha along the ramp at the default learning rate."""
 LEAST_TRAVEL = 15.0
 """Below this, gates cannot get from surely open to surely closed: a warning."""
+ROUNDING = 1e-3
+"""What rounding may move alpha or z by, and far more."""
 SOFT, MANY = (0.05, 0.95), 0.2
 """A gate that is open with a probability in this range has not decided; more than this share of them is a warning."""
 
@@ -119,6 +121,15 @@ class ExpectedSize:
         return uncapped + (value - uncapped).detach()
 
 
+class Foreseen(NamedTuple):
+    """A bound on the number of open components of each gate at a step to come."""
+
+    step: int
+    numbers: Tensor
+    """On the CPU; not to be read before `event` has happened."""
+    event: torch.cuda.Event | None
+
+
 class LagrangianController(Controller):
     """Moves hard concrete gates so that the expected size follows the target."""
 
@@ -142,6 +153,9 @@ class LagrangianController(Controller):
         self.seed = seed
         self.distribution = settings.distribution
         self.size_of = ExpectedSize(account.curves, self.layout)
+        self._slope = torch.empty(0)
+        """dz / dalpha of the masks that are drawn."""
+        self._foreseen: Foreseen | None = None
         self.register_buffer("moments", AdamState.zeros(self.layout.total))
         self.register_buffer("multipliers", torch.zeros(2))
         self.register_buffer("multiplier_moments", AdamState.zeros(2))
@@ -158,10 +172,13 @@ class LagrangianController(Controller):
         """alpha of all gates as one flat vector."""
         return torch.cat([gate.alpha for gate in self.gates])
 
-    def noise(self) -> Tensor:
-        """The uniform noise of this step: a function of seed and step alone, so all ranks and resumed runs agree."""
+    def noise(self, ahead: int = 0) -> Tensor:
+        """The uniform noise of this step, or of a later one: a function of seed and step alone.
+
+        So all ranks and resumed runs agree.
+        """
         device = self.moments.device
-        generator = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.step) % 2**63)
+        generator = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.step + ahead) % 2**63)
         return torch.rand(self.layout.total, generator=generator, device=device)
 
     def gap(self, alpha: Tensor) -> Tensor:
@@ -188,15 +205,43 @@ class LagrangianController(Controller):
         for gate in self.gates:
             assert gate.z is not None
             gate.z.requires_grad_(not self.frozen)
-            gate.binary = self.frozen
+        alpha = self.alpha()
         if not self.frozen:
-            self.fill(self.distribution.sample(self.alpha(), self.noise()))
+            z, self._slope = self.distribution.sample_and_slope(alpha, self.noise())
+            self.fill(z, self._foreseen_numbers())
+            self._foreseen = self.foresee(alpha) if alpha.is_cuda else None
             return
         self._warn_if_undecided()
-        for gate, kept in zip(self.gates, self.choose(self.limit), strict=True):
-            assert gate.z is not None
-            gate.z.zero_()[kept] = 1.0
-            gate.active = kept if len(kept) < gate.num_components else None
+        chosen = self.choose(self.limit)
+        kept = torch.cat([index + start for index, start in zip(chosen, self.layout.starts, strict=True)])
+        self.fill(torch.zeros_like(alpha).index_fill(0, kept, 1.0), [len(index) for index in chosen], binary=True)
+
+    def foresee(self, alpha: Tensor) -> Foreseen:
+        """How many components can be open at most after the next update, counted while a GPU trains on.
+
+        An update moves alpha no further than Adam can, and z grows with alpha.
+        """
+        highest = alpha + (self.settings.alpha_lr * AdamState.reach() + ROUNDING)
+        if self.settings.recipe == "committed":
+            highest = highest.clamp(*self._alpha_range())
+        can_open = self.distribution.sample(highest, self.noise(ahead=1)) > 0
+        numbers = self.layout.sums(can_open.long()).to("cpu", non_blocking=True)
+        event = torch.cuda.current_stream(alpha.device).record_event() if alpha.is_cuda else None
+        return Foreseen(self.step + 1, numbers, event)
+
+    def _foreseen_numbers(self) -> list[int] | None:
+        """What was foreseen of this step; the numbers have arrived long since, unless the host is a step ahead."""
+        foreseen = self._foreseen
+        if foreseen is None or foreseen.step != self.step:
+            return None
+        if foreseen.event is not None:
+            foreseen.event.synchronize()
+        numbers: list[int] = foreseen.numbers.tolist()
+        return numbers
+
+    def outdate(self) -> None:
+        self._foreseen = None
+        super().outdate()
 
     def update(self, grad_scale: float) -> None:
         if self.frozen:
@@ -206,12 +251,11 @@ class LagrangianController(Controller):
         lambda_2 = low * (high / low) ** self.progress(self.step) if committed else self.multipliers[1]
         with torch.enable_grad():
             alpha = self.alpha().requires_grad_()
-            z = self.distribution.sample(alpha, self.noise())
             gap = self.gap(alpha)
-            # dL/dalpha = dL/dz dz/dalpha, and the penalty's own gradient
-            g = penalty(gap, self.multipliers[0], lambda_2)
-            (grad,) = torch.autograd.grad([z, g], alpha, [self.gradient(grad_scale), None])
+            (grad,) = torch.autograd.grad(penalty(gap, self.multipliers[0], lambda_2), alpha)
         with torch.no_grad():
+            # dL/dalpha = dL/dz dz/dalpha, and the penalty's own gradient
+            grad = torch.addcmul(grad, self.gradient(grad_scale), self._slope)
             alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
+from rankwise.modules import Pair
 
 
 class GatedLayer(nn.Module, ABC):
@@ -40,6 +41,10 @@ class GatedLinear(GatedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias)
+
+    def pair(self) -> Pair | None:
+        """See `rankwise.modules.pair_of`."""
+        return self.matrix.pair() if self.bias is None else None
 
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
         return export.as_linear(copy.deepcopy(self.bias, memo))

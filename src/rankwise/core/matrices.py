@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from rankwise.core.budget import CostCurve
 from rankwise.core.exports import DenseExport, Export, LowRankExport, SelectedExport
 from rankwise.core.gates import Gate
+from rankwise.kernels.linear import linear
+from rankwise.modules import Pair
 
 
 class GatedMatrix(nn.Module, ABC):
@@ -40,6 +42,10 @@ class GatedMatrix(nn.Module, ABC):
     @abstractmethod
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
+
+    def pair(self) -> Pair | None:
+        """W as the product of two, where it is one, as the gate stands: for kernels that do what `linear` does."""
+        return None
 
     @abstractmethod
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
@@ -75,17 +81,19 @@ class FactorizedMatrix(GatedMatrix):
     def curve(self) -> CostCurve:
         return factorized_curve(self.shape, self.gate.num_components)
 
-    def _open(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """P, Q and z of the components that take part in this step."""
-        z, active = self.gate()
-        if active is None:
-            return self.p, self.q, z
-        p, q = self.p.index_select(1, active), self.q.index_select(0, active)
-        return p, q, None if z is None else z.index_select(0, active)
-
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
-        p_OR, q_RI, z_R = self._open()
-        return F.linear(_scale(F.linear(x_BI, q_RI), z_R), p_OR, bias_O)
+        z_R, active = self.gate()
+        p_OR: Tensor = self.p
+        q_RI: Tensor = self.q
+        if active is not None:
+            p_OR, q_RI = p_OR.index_select(1, active), q_RI.index_select(0, active)
+            z_R = None if z_R is None else z_R.index_select(0, active)
+        # z times Q, and not times what Q gives: of those there are as many as words in a batch
+        q_RI = q_RI if z_R is None else _scale(q_RI, z_R.unsqueeze(1))
+        return linear(linear(x_BI, q_RI), p_OR, bias_O)
+
+    def pair(self) -> Pair:
+        return Pair(self.q, self.p, *self.gate())
 
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
         z_R, active = self.gate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,12 @@ class AdamState:
 
     betas = (0.9, 0.999)
     eps = 1e-8
+
+    @classmethod
+    def reach(cls) -> float:
+        """The longest direction there can be: by Cauchy-Schwarz |m| <= reach sqrt(v), whatever the gradients were."""
+        beta1, beta2 = cls.betas
+        return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
     @staticmethod
     def zeros(size: int) -> Tensor:

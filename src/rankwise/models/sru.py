@@ -16,16 +16,20 @@ The state is carried from window to window by the caller:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.kernels.sru import sru
+from rankwise.kernels import linear, norm
+from rankwise.kernels.sru import can_fuse, sru
 from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
+from rankwise.modules import is_observed, pair_of
+
+RecurrenceInputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, float]
 
 
 class SRULayer(nn.Module):
@@ -103,23 +107,28 @@ class SRULayer(nn.Module):
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
-        normed_TBN = x_TBN if self.norm is None else self.norm(x_TBN)
-        u_TBKD = self.projection(normed_TBN).unflatten(-1, (self.num_projections, self.width))
+        return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
+
+    def project(self, x_TBN: Tensor) -> Tensor:
+        """u = W norm(x), (T, B, K D)."""
+        return linear.call(self.projection, x_TBN if self.norm is None else norm.call(self.norm, x_TBN))
+
+    def recurrence_inputs(self, u: Tensor, x_TBN: Tensor, c0_BD: Tensor | None) -> RecurrenceInputs:
+        """What the recurrence takes, its dropout mask drawn."""
+        u_TBKD = u.view(*u.shape[:-1], self.num_projections, self.width)
         if c0_BD is None:
             c0_BD = u_TBKD.new_zeros(x_TBN.shape[1], self.width)
         mask_BD = None
         if self.training and self.dropout > 0:
             # not in the dtype of the layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
             mask_BD = F.dropout(torch.ones_like(c0_BD, dtype=torch.float32), self.dropout)
-        return sru(
-            u_TBKD,
-            x_TBN if self.num_projections == 3 else None,
-            self.weight_c.view(2, self.width),
-            self.bias.view(2, self.width),
-            c0_BD,
-            mask_BD,
-            self.scale,
-        )
+        highway_TBN = x_TBN if self.num_projections == 3 else None
+        weight_c_GD, bias_GD = self.weight_c.view(2, self.width), self.bias.view(2, self.width)
+        return u_TBKD, highway_TBN, weight_c_GD, bias_GD, c0_BD, mask_BD, self.scale
+
+    def is_observed(self) -> bool:
+        """Whether someone waits for this layer, or its norm, to be called."""
+        return is_observed(self) or (self.norm is not None and is_observed(self.norm))
 
     def extra_repr(self) -> str:
         return f"{self.input_width}, {self.width}, dropout={self.dropout}, scale={self.scale:.4g}"
@@ -162,18 +171,50 @@ class SRU(nn.Module):
             for i in range(num_layers)
         )
 
-    def forward(self, x_TBN: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs of the last layer (T, B, D), and the state of every layer after the last step (L, B, D)."""
+    def forward(self, x_TBN: Tensor, state_LBD: Tensor | None = None, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Outputs of the last layer (T, B, D), and the state of every layer after the last step (L, B, D).
+
+        `dropout` is that of the outputs.
+        """
         if state_LBD is not None and state_LBD.shape[0] != len(self.layers):
             raise ValueError(
                 f"`state_LBD` must hold {len(self.layers)} layers, but holds {state_LBD.shape[0]} instead. "
                 "Pass the state that this model returned, or None to start from zero."
             )
+        starts = [None] * len(self.layers) if state_LBD is None else list(state_LBD)
+        if can_fuse(x_TBN) and not any(layer.is_observed() for layer in self._layers()):
+            return self._fused(x_TBN, starts, dropout)
         h, states = x_TBN, []
-        for i, layer in enumerate(self.layers):
-            h, c_BD = layer(h, None if state_LBD is None else state_LBD[i])
+        for layer, c0_BD in zip(self._layers(), starts, strict=True):
+            h, c_BD = layer(h, c0_BD)
+            states.append(c_BD)
+        return F.dropout(h, dropout) if dropout else h, torch.stack(states)
+
+    def _fused(self, x_TBN: Tensor, starts: Sequence[Tensor | None], dropout: float) -> tuple[Tensor, Tensor]:
+        """The same, with every norm folded into the pair after it, and dropout and sums of gradients into kernels."""
+        from rankwise.kernels.sru.layer import Rows, normed_product, recurrence
+
+        layers = self._layers()
+        h, states = x_TBN, []
+        rows: Rows | None = None
+        for i, layer in enumerate(layers):
+            pair = None if rows is None else pair_of(layer.projection)
+            if rows is None or pair is None or layer.norm is None:
+                u = layer.project(h)
+            else:
+                u = normed_product(rows, layer.norm, pair)
+            is_last = i + 1 == len(layers)
+            next_norm = None if is_last else layers[i + 1].norm
+            h, rows, c_BD = recurrence(
+                *layer.recurrence_inputs(u, h, starts[i]),
+                eps=None if next_norm is None else next_norm.eps,
+                dropout=dropout if is_last else 0.0,
+            )
             states.append(c_BD)
         return h, torch.stack(states)
+
+    def _layers(self) -> list[SRULayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +291,14 @@ class SRULanguageModel(nn.Module):
     def forward(self, tokens_BT: Tensor, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits (B, T, V) of the next word after each token, and the state to give, detached, with the next window."""
         h_BTD, state_LBD = self.hidden(tokens_BT, state_LBD)
-        return self.output(h_BTD), state_LBD
+        return linear.call(self.output, h_BTD), state_LBD
 
     def hidden(self, tokens_BT: Tensor | WordSplit, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
         e_BTE = self.dropout(self.embedding(tokens_BT))
-        h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD)
-        return self.dropout(h_TBD.transpose(0, 1)), state_LBD
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD, dropout=dropout)
+        return h_TBD.transpose(0, 1), state_LBD
 
 
 def _plain_embedding(config: SRUConfig) -> nn.Embedding:

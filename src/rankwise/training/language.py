@@ -5,7 +5,8 @@ Shapes: B = streams, T = window, D = width, V = words, N = targets that count.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ class LanguageModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether a window leads to the same work on a GPU whatever its words are: those of clusters do not."""
+        return not isinstance(getattr(self.model, "output", None), AdaptiveSoftmax)
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +69,16 @@ def _takes_split(model: SRULanguageModel) -> bool:
     return hasattr(model.embedding, "clusters")
 
 
-def detached(state: State) -> State:
-    """The same state, cut off from the graph that made it."""
-    return state.detach() if isinstance(state, Tensor) else tuple(part.detach() for part in state)
+def carry(before: State | None, after: State) -> State:
+    """`after`, cut off from the graph that made it: in the memory of `before`, where it fits in."""
+    if isinstance(after, Tensor):
+        if not isinstance(before, Tensor) or before.shape != after.shape or before.dtype != after.dtype:
+            return after.detach()
+        return before.copy_(after.detach())
+    parts = before if isinstance(before, tuple) and len(before) == len(after) else (None,) * len(after)
+    return tuple(cast(Tensor, carry(old, new)) for old, new in zip(parts, after, strict=True))
+
+
+def shape_of(state: State | None) -> Hashable:
+    """The shapes of the tensors of a state."""
+    return tuple(part.shape for part in ((state,) if isinstance(state, Tensor) else state or ()))

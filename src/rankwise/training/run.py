@@ -21,7 +21,8 @@ from rankwise.training.accelerator import make_accelerator
 from rankwise.training.checkpoint import Checkpoint, Checkpoints, check_same
 from rankwise.training.config import TrainingConfig, binding
 from rankwise.training.evaluate import Quality, evaluate
-from rankwise.training.language import LanguageModel, State, detached
+from rankwise.training.graph import StepGraph
+from rankwise.training.language import LanguageModel, State, carry, shape_of
 from rankwise.training.records import RunFolder
 from rankwise.training.resume import (
     load_optimizer,
@@ -83,6 +84,9 @@ class Run:
         self.seconds = 0.0
         self.states: list[State | None] = [None] * config.accumulate
         self.optimizer = self._make_optimizer()
+        self.batch: tuple[Tensor, Tensor] = self._empty_batch()
+        self.graph = self._make_graph()
+        self.gate_grads: dict[nn.Module, Tensor | None] = {}
         self.sums = torch.zeros(2, device=self.device)
         """Losses and gradient norms since the last line of metrics."""
         self.logged = 0
@@ -102,6 +106,9 @@ class Run:
         if self.pruner.model is not self.model:
             raise RankwiseError("`pruner` must gate the model that it is called with, but gated another one.")
         self.optimizer = self._make_optimizer()
+        if self.graph is not None:
+            self.graph.forget()
+            self.graph = self._make_graph()
         self._warn_if_too_short(self.pruner)
 
     def _warn_if_too_short(self, pruner: Pruner) -> None:
@@ -115,31 +122,48 @@ class Run:
 
     def train_step(self) -> None:
         """One optimizer step on one batch, in `accumulate` parts that carry a state each."""
-        config, parts = self.config, self.config.accumulate
-        lr = config.lr_at(self.step + 1, pruning=self.pruning)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._set_lr(self.config.lr_at(self.step + 1, pruning=self.pruning))
         if not self.language.training:
             self.language.train()
-        x_BT, y_BT = self._batch()
+        batch = self.windows.at(self.step)
+        if self.graph is None:
+            self.batch = batch
+            self._move_weights()
+        else:
+            for there, here in zip(self.batch, batch, strict=True):
+                # pinned: a GPU copies it when it comes to it, and the host goes on
+                there.copy_(here.pin_memory(), non_blocking=True)
+            self._move_weights_by_graph(self.graph)
+        if self.pruner is not None:
+            self.pruner.step()
+        self.step += 1
+        self.pending = True
+
+    def _move_weights(self) -> None:
+        """Gradients of `batch`, clipped, and a step of the optimizer. States that are carried keep their memory."""
+        config, parts = self.config, self.config.accumulate
+        self.optimizer.zero_grad()
+        x_BT, y_BT = self.batch
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
             loss, state = self.language(x, y, self.states[i])
-            self.states[i] = detached(state)
             self.accelerator.backward(loss / parts)
+            self.states[i] = carry(self.states[i], state)
             self.sums[0] += loss.detach() / parts
         if config.clip is not None:
             self.sums[1] += self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
-        if self.pruner is not None:
-            self.pruner.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.pending = True
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this step, in memory from which a GPU copies them while it computes."""
-        x_BT, y_BT = self.windows.at(self.step)
-        return (x_BT.pin_memory(), y_BT.pin_memory()) if self.device.type == "cuda" else (x_BT, y_BT)
+    def _move_weights_by_graph(self, graph: StepGraph) -> None:
+        controller = None if self.pruner is None else self.pruner.controller
+        shapes = tuple(shape_of(state) for state in self.states)
+        replayed = graph.run((shapes, None if controller is None else controller.signature()))
+        if not replayed:
+            self.gate_grads.clear()
+        elif controller is not None:
+            for gate in controller.gates:
+                if gate.z is not None:
+                    # taken away by every step of the pruner, and written to by the graph where it first lay
+                    gate.z.grad = self.gate_grads.setdefault(gate, gate.z.grad)
 
     def training_metrics(self) -> dict[str, Any]:
         """Means since the last line, and how large the model is."""
@@ -251,7 +275,27 @@ class Run:
         return {"method": method.name, "parameters": self.pruner.limit, "settings": settings}
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        lr, betas, decay = self.config.lr, self.config.betas, self.config.weight_decay
+        betas, decay = self.config.betas, self.config.weight_decay
+        if self.device.type != "cuda":
+            return torch.optim.AdamW(self.model.parameters(), lr=self.config.lr, betas=betas, weight_decay=decay)
+        # in one kernel, and with its learning rate on the GPU, as a graph needs it
+        lr = torch.tensor(self.config.lr, device=self.device)
         return torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=betas, weight_decay=decay, fused=self.device.type == "cuda" or None
+            self.model.parameters(), lr=lr, betas=betas, weight_decay=decay, fused=True, capturable=True
         )
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _make_graph(self) -> StepGraph | None:
+        fits = self.device.type == "cuda" and self.language.has_fixed_shapes
+        return StepGraph(self._move_weights) if fits else None
+
+    def _empty_batch(self) -> tuple[Tensor, Tensor]:
+        shape = (self.config.batch_size, self.config.window)
+        x_BT = torch.zeros(shape, dtype=torch.long, device=self.device)
+        return x_BT, torch.zeros_like(x_BT)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +16,8 @@ Recurrence = Callable[
     tuple[Tensor, Tensor],
 ]
 """The signature that every implementation shares: that of `reference.sru`."""
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 def sru(
@@ -43,7 +44,7 @@ def _implementation(device_type: str) -> Recurrence:
 
         if cpu.READY:
             return cpu.sru
-    if device_type == "cuda" and _has_triton():
+    if device_type == "cuda" and HAS_TRITON:
         from rankwise.kernels.sru import triton
 
         return triton.sru
@@ -52,12 +53,7 @@ def _implementation(device_type: str) -> Recurrence:
 
 def can_fuse(x: Tensor) -> bool:
     """Whether a stack that reads `x` can run by the kernels of `layer.py`; a compiler fuses by itself."""
-    return x.is_cuda and x.dtype != torch.float64 and _has_triton() and not torch.compiler.is_compiling()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def _check(

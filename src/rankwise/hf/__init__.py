@@ -1,0 +1,25 @@
+"""Hugging Face: plans in PEFT's words, a callback for the stock `Trainer`, folders that `from_pretrained` loads."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankwise.adapters.targets import target_plan as find_plan
+    from rankwise.hf.callback import PruningCallback as PruningCallback
+    from rankwise.hf.pretrained import save_pretrained as save_pretrained
+
+__all__ = ["PruningCallback", "find_plan", "save_pretrained"]
+
+_HOMES = {
+    "PruningCallback": ("rankwise.hf.callback", "PruningCallback"),
+    "find_plan": ("rankwise.adapters.targets", "target_plan"),
+    "save_pretrained": ("rankwise.hf.pretrained", "save_pretrained"),
+}
+
+
+# imported when first used: `import rankwise` passes here and must not import transformers, which takes seconds
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home, word = _HOMES[name]
+    return getattr(import_module(home), word)

@@ -1,0 +1,96 @@
+"""Pruning under the stock `Trainer`: one callback, nothing subclassed.
+
+Gates, multipliers and step lie in buffers of the model, so the Trainer's own checkpoints hold them, and
+`trainer.train(resume_from_checkpoint=...)` goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.modeling_utils import unwrap_model
+
+from rankwise.errors import RankwiseError
+from rankwise.pruner import Pruner
+
+
+class PruningCallback(TrainerCallback):
+    """Moves the gates of `pruner` after each step of the Trainer's optimizer, and logs the size.
+
+    Make the pruner first, then `Trainer(model=pruner.model, callbacks=[PruningCallback(pruner)])`. Accumulated
+    gradients make one step; the scale of fp16 losses is taken out. While the target size is still on its way down,
+    no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a larger model.
+    """
+
+    def __init__(self, pruner: Pruner) -> None:
+        if not isinstance(pruner, Pruner):
+            raise TypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
+        self.pruner = pruner
+        self._scale = 1.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse what would train something else than the gates' model."""
+        model = kwargs.get("model")
+        if not isinstance(model, nn.Module) or unwrap_model(model) is not self.pruner.model:
+            raise RankwiseError(
+                "The Trainer must train the pruner's model, but got another one. Make the pruner first, then "
+                "Trainer(model=pruner.model, ...), without `model_init`."
+            )
+        if args.n_gpu > 1:
+            raise RankwiseError(
+                f"One process must drive one GPU, but this one drives {args.n_gpu}. Start it with `torchrun` or "
+                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES."
+            )
+        if args.deepspeed or args.fsdp:
+            raise RankwiseError("Gated models train on one device or in DDP, but DeepSpeed or FSDP is set. Unset it.")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the loss scale of these gradients: the optimizer's step may change it."""
+        scaler = getattr(kwargs.get("optimizer"), "scaler", None)
+        self._scale = 1.0 if scaler is None else float(scaler.get_scale())
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move the gates."""
+        self.pruner.step(grad_scale=self._scale)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the expected size, the target of this step and the budget, in parameters, to what is logged."""
+        controller = self.pruner.controller
+        sizes = {
+            "expected_size": round(controller.expected_size()),
+            "target_size": controller.target(),
+            "budget": self.pruner.limit,
+        }
+        if logs is not None:
+            logs.update(sizes)
+        if state.log_history:
+            state.log_history[-1].update(sizes)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Let only checkpoints of the final size compete."""
+        self._forget_best(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let only checkpoints of the final size compete."""
+        self._forget_best(state)
+
+    def _forget_best(self, state: TrainerState) -> None:
+        if self.pruner.controller.target() > self.pruner.limit:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None

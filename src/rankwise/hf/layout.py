@@ -1,0 +1,146 @@
+"""What `config.json` says of a compact model: each layer that is not as the model's class builds it, and the ties.
+
+It stands where transformers keeps such things, in `quantization_config`: the one place that `from_pretrained` lets
+others act upon before it fills a model with weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rankwise.core.layers import GatedLayer
+from rankwise.deploy.structure import Head, Layer, from_json, layer_of, layers_of, to_json
+from rankwise.errors import CheckpointError
+from rankwise.version import VERSION as OWN_VERSION
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+METHOD = "rankwise"
+VERSION = 1
+REMEDY = (
+    'its layers are those of rankwise; install it (pip install "rankwise[hf]") and say `import rankwise` '
+    "before `from_pretrained`"
+)
+"""What people read who load a folder without the package."""
+
+
+def is_gated(model: nn.Module) -> bool:
+    """Whether a model is being pruned."""
+    return any(isinstance(module, GatedLayer) for module in model.modules())
+
+
+def entry_of(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What `config.json` must say of a model; None where it is as its class builds it."""
+    entry: dict[str, Any] = {"quant_method": METHOD, "version": VERSION, "rankwise": OWN_VERSION}
+    if is_gated(model):
+        return {**entry, "gated": True}
+    built = {name: layer_of(module) for name, module in skeleton_of(model).named_modules(remove_duplicate=False)}
+    layers = {name: layer for name, layer in layers_of(model).items() if built.get(name) != layer}
+    if not layers:
+        return None
+    return {**entry, "layers": {name: to_json(layer) for name, layer in layers.items()}, "tied": ties_of(model)}
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as its class builds it from its configuration, without weights."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """For every name of a tensor but the first, that first name."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) != name:
+            ties[name] = first[id(tensor)]
+    return ties
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A checked entry."""
+
+    gated: bool
+    layers: dict[str, Layer]
+    tied: dict[str, str]
+
+    @classmethod
+    def read(cls, entry: dict[str, Any]) -> Layout:
+        """Refuses an entry of a newer version, or one that we did not write."""
+        version = entry.get("version")
+        if type(version) is int and version > VERSION:
+            raise CheckpointError(
+                f"The `quantization_config` in config.json must be version {VERSION} at most, but is version "
+                f"{version}, written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
+            )
+        try:
+            if version != VERSION:
+                raise CheckpointError(f"its version is {version!r}")
+            layers = {str(name): from_json(layer) for name, layer in entry.get("layers", {}).items()}
+            tied = {str(name): str(source) for name, source in entry.get("tied", {}).items()}
+        except (AttributeError, TypeError, ValueError, CheckpointError) as error:
+            raise CheckpointError(
+                f"The `quantization_config` in config.json must be as rankwise wrote it, but is damaged: {error}. "
+                "Save the model again."
+            ) from None
+        return cls(entry.get("gated") is True, layers, tied)
+
+    def fitted(self, model: PreTrainedModel) -> Layout:
+        """With the names that a model of another class over the same base gives these layers.
+
+        What the other class does not have (the head that was saved) is left out.
+        """
+        here = _renamer(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
+        foreign = type(model).__name__ not in (model.config.architectures or [])
+        layers: dict[str, Layer] = {}
+        for name, layer in self.layers.items():
+            known = here(name)
+            if known is None and foreign:
+                continue
+            if isinstance(layer, Head):
+                # the parts of an embedding, which stand there once it has its form
+                words, projection = (part and _part(part, here) for part in (layer.embedding, layer.projection))
+                layer = dataclasses.replace(layer, embedding=words, projection=projection)
+            layers[known or name] = layer
+        if self.layers and not layers:
+            saved_by = ", ".join(model.config.architectures or ["another class"])
+            raise CheckpointError(
+                f"The layers of this folder must be in {type(model).__name__}, but none of them is: "
+                f"it was saved by {saved_by}. Use its class, or `Auto...`."
+            )
+        return Layout(self.gated, layers, self.tied)
+
+    def ties(self, model: PreTrainedModel) -> dict[str, str]:
+        """The ties whose names `model` has, once its layers have their form."""
+        here = _renamer(model, model.state_dict())
+        pairs = ((here(name), here(source)) for name, source in self.tied.items())
+        return {name: source for name, source in pairs if name is not None and source is not None}
+
+
+def _renamer(model: PreTrainedModel, names: Iterable[str]) -> Callable[[str], str | None]:
+    """How to find a saved name among `names`: as it is, or with the prefix of the base taken off or put on."""
+    known = set(names)
+    prefix = f"{model.base_model_prefix}."
+
+    def here(name: str) -> str | None:
+        forms = (name, name.removeprefix(prefix), prefix + name)
+        return next((form for form in forms if form in known), None)
+
+    return here
+
+
+def _part(name: str, here: Callable[[str], str | None]) -> str:
+    whole, _, part = name.rpartition(".")
+    known = here(whole)
+    return name if known is None else f"{known}.{part}"

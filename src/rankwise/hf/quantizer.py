@@ -1,0 +1,122 @@
+"""How stock `from_pretrained` loads a compact model: its skeleton takes on the saved form before the weights come.
+
+transformers calls such an object a quantizer; nothing is quantized. After loading no trace of it is left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from rankwise.adapters.readers import answer
+from rankwise.core.surgery import become
+from rankwise.deploy.load import replacements
+from rankwise.errors import CheckpointError
+from rankwise.hf.layout import METHOD, Layout
+from rankwise.modules import SelectedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class RankwiseConfig(QuantizationConfigMixin):
+    """What `config.json` says of a compact model (`rankwise.hf.layout`), as transformers hands it on."""
+
+    def __init__(self, **entry: Any) -> None:
+        self.__dict__.update(entry)
+        self.quant_method = METHOD  # type: ignore[assignment]  # the enumeration lists their own alone
+
+
+class RankwiseQuantizer(HfQuantizer):
+    """Gives the layers of a skeleton the form they were saved in."""
+
+    def __init__(self, quantization_config: RankwiseConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.layout = Layout.read(quantization_config.to_dict())
+        self.shapes: dict[str, torch.Size] = {}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise CheckpointError(
+                "A model is not compressed by `from_pretrained(quantization_config=...)`. "
+                "Load it, then use `rankwise.Pruner` or `rankwise.compress`."
+            )
+        if self.layout.gated:
+            raise CheckpointError(
+                "`from_pretrained` loads compact models, but this folder holds a gated one: a checkpoint of a run. "
+                "Resume the run (`trainer.train(resume_from_checkpoint=...)`) and save what `pruner.compact()` returns."
+            )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        # the first hook that sees the configuration; older versions have the next one instead
+        if hasattr(config, "transformers_weights"):
+            del config.transformers_weights
+        return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        return self.update_attn_implementation(config)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        layout = self.layout.fitted(model)
+        # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
+        with torch.device("cpu"):
+            instead = replacements(layout.layers, model)
+        for module in list(model.modules()):
+            if id(module) in instead:
+                become(module, instead[id(module)])
+        model.all_tied_weights_keys = layout.ties(model)
+        _spare(model, set(layout.layers))
+        self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self.layout = layout
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        from rankwise.hf.manners import adopt
+
+        # transformers leaves shapes to the quantizer
+        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if tensor.shape != self.shapes[name]:
+                raise CheckpointError(
+                    f"{name} must be {list(self.shapes[name])} as the configuration says, but was saved as "
+                    f"{list(tensor.shape)}. Load it with the settings it was saved with (such as `num_labels`)."
+                )
+        for name in self.layout.layers:
+            _check_layer(model, name)
+        answer(model)
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
+        adopt(model)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+def _spare(model: PreTrainedModel, changed: set[str]) -> None:
+    """Keep transformers from giving first values to layers by way of their parents, whom it shows them unchanged."""
+    for name, module in model.named_modules():
+        holds = any(each.startswith(f"{name}.") or not name for each in changed)
+        if holds and not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module._is_hf_initialized = True
+
+
+def _check_layer(model: PreTrainedModel, name: str) -> None:
+    module = model.get_submodule(name)
+    for key, tensor in module.state_dict(keep_vars=True).items():
+        # what is offloaded stands elsewhere
+        if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
+            raise CheckpointError(f"The folder must hold {name}.{key}, but does not. Save the model again.")
+    if isinstance(module, SelectedLinear):
+        kept, columns = int(module.kept.sum()), module.weight.shape[1]
+        if kept != columns:
+            raise CheckpointError(f"{name} must keep {columns} inputs, but keeps {kept}. Save the model again.")

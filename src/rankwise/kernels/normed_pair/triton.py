@@ -1,0 +1,188 @@
+"""Layer norm folded into the pair after it, in Triton: no normalized copy of x is ever made.
+
+With A = diag(z) Q diag(gamma), (x - mean x) A^T = x C^T, where the rows of C are those of A less their mean. So
+
+    y = rstd (x C^T) + t,   t = z (Q beta),   u = y P^T
+
+and what is left of the norm is one factor per row in the narrow middle of the pair. C, t and their gradients are those
+of small matrices. README.md of `kernels/sru` derives the gradients. Shapes as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rankwise.kernels.device import on
+from rankwise.kernels.normed_pair import reference
+from rankwise.kernels.normed_pair.triton_kernels import (
+    fold_bwd_columns_kernel,
+    fold_bwd_rows_kernel,
+    fold_kernel,
+    row_stats_kernel,
+    scale_rows_bwd_kernel,
+    scale_rows_kernel,
+)
+
+ELEMENTS, ELEMENTS_BACKWARD = 8192, 16384
+"""Numbers that one program of the kernels on rows of the rank's width holds: the fastest on an H200."""
+
+
+def row_stats(x_ND: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and `reference.row_rstd` of each row."""
+    width = x_ND.shape[-1]
+    mean = x_ND.new_empty(x_ND.shape[:-1], dtype=torch.float32)
+    rstd = torch.empty_like(mean)
+    with on(x_ND):
+        row_stats_kernel[(mean.numel(),)](
+            x_ND.contiguous(), mean, rstd, eps, width, BLOCK_D=triton.next_power_of_2(width), num_warps=8
+        )
+    return mean, rstd
+
+
+def normed_pair(
+    x_ND: Tensor,
+    rstd_N: Tensor,
+    q_RD: Tensor,
+    p_OR: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor,
+    z_R: Tensor | None = None,
+    active: Tensor | None = None,
+) -> Tensor:
+    """`reference.normed_pair`, to which a pair with no components at all is left."""
+    run = _NormedPair.apply if (q_RD if active is None else active).shape[0] else reference.normed_pair
+    u_NO: Tensor = run(x_ND, rstd_N, q_RD, p_OR, norm_weight_D, norm_bias_D, z_R, active)
+    return u_NO
+
+
+class _NormedPair(torch.autograd.Function):
+    """The backward pass is written out: autograd would keep, cast and add more than is needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        rstd_N: Tensor,
+        q_RD: Tensor,
+        p_OR: Tensor,
+        gamma_D: Tensor,
+        beta_D: Tensor,
+        z_R: Tensor | None,
+        active: Tensor | None,
+    ) -> Tensor:
+        x_ND, q_RD = x_ND.contiguous(), q_RD.contiguous()
+        c_RD, t_R = _fold(q_RD, gamma_D, beta_D, z_R, active, x_ND.dtype)
+        kept_OR = (p_OR if active is None else p_OR.index_select(1, active)).to(x_ND.dtype)
+        y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
+        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR)
+        return y_NR @ kept_OR.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, du_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
+        dp_OR = (du_NO.t() @ y_NR).to(p_OR.dtype)
+        if active is not None:
+            dp_OR = torch.zeros_like(p_OR).index_copy_(1, active, dp_OR)
+        dy_NR, drstd_N, dt_R = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
+        dq, dgamma, dbeta, dz = _fold_bwd(dy_NR.t() @ x_ND, dt_R, q_RD, gamma_D, beta_D, z_R, active)
+        return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
+
+
+def _fold(
+    q_RD: Tensor, gamma_D: Tensor, beta_D: Tensor, z_R: Tensor | None, active: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """C in `dtype` and t in float32, of the components that take part."""
+    rank, width = (q_RD if active is None else active).shape[0], q_RD.shape[1]
+    c_RD = q_RD.new_empty(rank, width, dtype=dtype)
+    t_R = q_RD.new_empty(rank, dtype=torch.float32)
+    with on(q_RD):
+        fold_kernel[(rank,)](
+            q_RD,
+            gamma_D,
+            beta_D,
+            t_R if z_R is None else z_R,
+            t_R if active is None else active,
+            c_RD,
+            t_R,
+            width,
+            HAS_Z=z_R is not None,
+            HAS_ACTIVE=active is not None,
+            BLOCK_D=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+    return c_RD, t_R
+
+
+def _fold_bwd(
+    dc_RD: Tensor,
+    dt_R: Tensor,
+    q_RD: Tensor,
+    gamma_D: Tensor,
+    beta_D: Tensor,
+    z_R: Tensor | None,
+    active: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of Q, gamma, beta and z; zero at the components that took no part."""
+    rank, width = dc_RD.shape
+    make = torch.empty_like if active is None else torch.zeros_like
+    dq_RD, dz_R = make(q_RD), None if z_R is None else make(z_R)
+    dgamma_D, dbeta_D, mean_R = torch.empty_like(gamma_D), torch.empty_like(beta_D), torch.empty_like(dt_R)
+    optional = (mean_R if z_R is None else z_R, mean_R if active is None else active)
+    flags = {"HAS_Z": z_R is not None, "HAS_ACTIVE": active is not None}
+    with on(q_RD):
+        fold_bwd_rows_kernel[(rank,)](
+            dc_RD,
+            dt_R,
+            q_RD,
+            gamma_D,
+            beta_D,
+            *optional,
+            dq_RD,
+            mean_R if dz_R is None else dz_R,
+            mean_R,
+            width,
+            **flags,
+            BLOCK_D=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+        fold_bwd_columns_kernel[(triton.cdiv(width, 32),)](
+            dc_RD, dt_R, q_RD, *optional, mean_R, dgamma_D, dbeta_D, rank, width, **flags, BLOCK_R=64, BLOCK_D=32
+        )
+    return dq_RD, dgamma_D, dbeta_D, dz_R
+
+
+def _scale_rows(y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> Tensor:
+    """rstd y + t, in the memory of y."""
+    num_rows, rank = y_NR.shape
+    block_n, block_r = _cut(rank, ELEMENTS)
+    with on(y_NR):
+        scale_rows_kernel[(triton.cdiv(num_rows, block_n),)](
+            y_NR, rstd_N, t_R, num_rows, rank, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=8
+        )
+    return y_NR
+
+
+def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the product (in the memory of dy), of rstd and of t."""
+    num_rows, rank = y_NR.shape
+    block_n, block_r = _cut(rank, ELEMENTS_BACKWARD)
+    num_blocks = triton.cdiv(num_rows, block_n)
+    drstd_N = torch.empty_like(rstd_N)
+    dt_blocks = dy_NR.new_empty(num_blocks, rank, dtype=torch.float32)
+    with on(y_NR):
+        scale_rows_bwd_kernel[(num_blocks,)](
+            dy_NR, y_NR, rstd_N, t_R, drstd_N, dt_blocks, num_rows, rank, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=8
+        )
+    return dy_NR, drstd_N, dt_blocks.sum(0)
+
+
+def _cut(rank: int, elements: int) -> tuple[int, int]:
+    """Rows and components of a program."""
+    block_r = triton.next_power_of_2(rank)
+    return max(1, elements // block_r), block_r

@@ -1,0 +1,139 @@
+"""The kernels of `triton.py`; letters as there, C being the folded Q."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_stats_kernel(p_x, p_mean, p_rstd, eps, D, BLOCK_D: tl.constexpr):
+    i_n = tl.cast(tl.program_id(0), tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    b_x = tl.load(p_x + i_n * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    mean = tl.sum(b_x, 0) / D
+    b_x = tl.where(o_d < D, b_x - mean, 0.0)
+    tl.store(p_mean + i_n, mean)
+    tl.store(p_rstd + i_n, tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps))
+
+
+@triton.jit
+def fold_kernel(
+    p_q,
+    p_gamma,
+    p_beta,
+    p_z,
+    p_active,
+    p_c,
+    p_t,
+    D,
+    HAS_Z: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_k = tl.program_id(0)
+    i_r = tl.load(p_active + i_k) if HAS_ACTIVE else i_k
+    o_d = tl.arange(0, BLOCK_D)
+    b_in = o_d < D
+    b_q = tl.load(p_q + i_r * D + o_d, mask=b_in, other=0.0).to(tl.float32)
+    if HAS_Z:
+        b_q *= tl.load(p_z + i_r).to(tl.float32)
+    b_a = b_q * tl.load(p_gamma + o_d, mask=b_in, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_d, mask=b_in, other=0.0).to(tl.float32)
+    tl.store(p_c + i_k * D + o_d, b_a - tl.sum(b_a, 0) / D, mask=b_in)
+    tl.store(p_t + i_k, tl.sum(b_q * b_beta, 0))
+
+
+@triton.jit
+def fold_bwd_rows_kernel(
+    p_dc,
+    p_dt,
+    p_q,
+    p_gamma,
+    p_beta,
+    p_z,
+    p_active,
+    p_dq,
+    p_dz,
+    p_mean,
+    D,
+    HAS_Z: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_k = tl.program_id(0)
+    i_r = tl.load(p_active + i_k) if HAS_ACTIVE else i_k
+    o_d = tl.arange(0, BLOCK_D)
+    b_in = o_d < D
+    b_dc = tl.load(p_dc + i_k * D + o_d, mask=b_in, other=0.0).to(tl.float32)
+    mean = tl.sum(b_dc, 0) / D
+    b_gamma = tl.load(p_gamma + o_d, mask=b_in, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_d, mask=b_in, other=0.0).to(tl.float32)
+    b_g = (b_dc - mean) * b_gamma + tl.load(p_dt + i_k) * b_beta
+    tl.store(p_mean + i_k, mean)
+    if HAS_Z:
+        b_q = tl.load(p_q + i_r * D + o_d, mask=b_in, other=0.0).to(tl.float32)
+        tl.store(p_dz + i_r, tl.sum(b_q * b_g, 0))
+        b_g *= tl.load(p_z + i_r).to(tl.float32)
+    tl.store(p_dq + i_r * D + o_d, b_g, mask=b_in)
+
+
+@triton.jit
+def fold_bwd_columns_kernel(
+    p_dc,
+    p_dt,
+    p_q,
+    p_z,
+    p_active,
+    p_mean,
+    p_dgamma,
+    p_dbeta,
+    R,
+    D,
+    HAS_Z: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_dgamma = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_dbeta = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_k in range(0, R, BLOCK_R):
+        o_k = i_k + tl.arange(0, BLOCK_R)
+        o_r = tl.load(p_active + o_k, mask=o_k < R, other=0) if HAS_ACTIVE else o_k
+        b_in = (o_k < R)[:, None] & (o_d < D)[None, :]
+        b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
+        if HAS_Z:
+            b_q *= tl.load(p_z + o_r, mask=o_k < R, other=0.0).to(tl.float32)[:, None]
+        b_dc = tl.load(p_dc + o_k[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
+        b_dgamma += tl.sum(b_q * (b_dc - tl.load(p_mean + o_k, mask=o_k < R, other=0.0)[:, None]), 0)
+        b_dbeta += tl.sum(b_q * tl.load(p_dt + o_k, mask=o_k < R, other=0.0)[:, None], 0)
+    tl.store(p_dgamma + o_d, b_dgamma, mask=o_d < D)
+    tl.store(p_dbeta + o_d, b_dbeta, mask=o_d < D)
+
+
+@triton.jit
+def scale_rows_kernel(p_y, p_rstd, p_t, N, R, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_r = tl.arange(0, BLOCK_R)
+    b_in = (o_n < N)[:, None] & (o_r < R)[None, :]
+    p_y += o_n.to(tl.int64)[:, None] * R + o_r[None, :]
+    b_rstd = tl.load(p_rstd + o_n, mask=o_n < N, other=0.0)
+    b_t = tl.load(p_t + o_r, mask=o_r < R, other=0.0)
+    b_y = tl.load(p_y, mask=b_in, other=0.0).to(tl.float32)
+    tl.store(p_y, b_rstd[:, None] * b_y + b_t[None, :], mask=b_in)
+
+
+@triton.jit
+def scale_rows_bwd_kernel(p_dy, p_y, p_rstd, p_t, p_drstd, p_dt, N, R, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_r = tl.arange(0, BLOCK_R)
+    b_in = (o_n < N)[:, None] & (o_r < R)[None, :]
+    o_nr = o_n.to(tl.int64)[:, None] * R + o_r[None, :]
+    b_rstd = tl.load(p_rstd + o_n, mask=o_n < N, other=1.0)
+    b_t = tl.load(p_t + o_r, mask=o_r < R, other=0.0)
+    b_dy = tl.load(p_dy + o_nr, mask=b_in, other=0.0).to(tl.float32)
+    b_y = tl.load(p_y + o_nr, mask=b_in, other=0.0).to(tl.float32)
+    tl.store(p_drstd + o_n, tl.sum(b_dy * (b_y - b_t[None, :]), 1) / b_rstd, mask=o_n < N)
+    tl.store(p_dt + tl.program_id(0) * R + o_r, tl.sum(b_dy, 0), mask=o_r < R)
+    tl.store(p_dy + o_nr, b_dy * b_rstd[:, None], mask=b_in)

@@ -1,0 +1,192 @@
+"""Plans in PEFT's words: what a name, a list of names and a regular expression match, and what is a mistake."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.adapters.readers import answer
+from rankwise.adapters.targets import target_plan
+from rankwise.core.plan import Plan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+
+class Model(nn.Module):
+    """Shaped as a language model with a head of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.score = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.lm_head = nn.Linear(6, 9)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+LINEAR = {
+    "layers.0.q_proj",
+    "layers.0.k_proj",
+    "layers.1.q_proj",
+    "layers.1.k_proj",
+    "score.0",
+    "score.2",
+}
+EVERYTHING = {*LINEAR, "embed", "lm_head"}
+
+
+def names(plan: Plan) -> set[str]:
+    return {use.name for site in plan.sites for use in site.uses}
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {item.name: item.reason for item in plan.left_out}
+
+
+@pytest.mark.parametrize(
+    "targets, found",
+    [
+        (None, EVERYTHING),
+        ("all-linear", LINEAR),
+        (["q_proj"], {"layers.0.q_proj", "layers.1.q_proj"}),
+        (("q_proj", "lm_head"), {"layers.0.q_proj", "layers.1.q_proj", "lm_head"}),
+        (["0.q_proj"], {"layers.0.q_proj"}),
+        (["q_proj", "no_such"], {"layers.0.q_proj", "layers.1.q_proj"}),
+        (r".*\.1\..*_proj", {"layers.1.q_proj", "layers.1.k_proj"}),
+        (r"score\.\d", {"score.0", "score.2"}),
+        ("lm_head", {"lm_head"}),
+    ],
+)
+def test_a_list_matches_last_parts_and_a_string_the_whole_name(targets: Any, found: set[str]) -> None:
+    plan = target_plan(Model(), targets)
+    assert names(plan) == found
+    assert reasons(plan) == dict.fromkeys(EVERYTHING - found, "not in `target_modules`")
+
+
+def test_what_is_excluded_goes_before_what_is_a_target() -> None:
+    plan = target_plan(Model(), ["q_proj", "k_proj"], exclude_modules=["1.k_proj"])
+    assert names(plan) == {"layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj"}
+    assert reasons(plan)["layers.1.k_proj"] == "in `exclude_modules`"
+    plan = target_plan(Model(), exclude_modules=r"layers\..*|embed")
+    assert names(plan) == {"score.0", "score.2", "lm_head"}
+    # not the word as a last part: a string is the whole name
+    assert "layers.0.q_proj" in names(target_plan(Model(), exclude_modules="embed|q_proj"))
+
+
+def test_modules_to_save_stay_whole_with_all_that_is_inside() -> None:
+    plan = target_plan(Model(), modules_to_save=["score", "1"])
+    assert names(plan) == {"embed", "lm_head", "layers.0.q_proj", "layers.0.k_proj"}
+    saved = {"score.0", "score.2", "layers.1.q_proj", "layers.1.k_proj"}
+    assert reasons(plan) == dict.fromkeys(saved, "in `modules_to_save`")
+
+
+def test_a_dot_in_a_name_is_a_dot() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(4, 4)}), "a_b": nn.Linear(4, 4)})
+    assert names(target_plan(model, ["a.b"])) == {"a.b"}
+
+
+@given(st.sets(st.sampled_from(sorted(EVERYTHING)), min_size=1), st.sets(st.sampled_from(sorted(EVERYTHING))))
+def test_full_names_choose_exactly_themselves(targets: set[str], excluded: set[str]) -> None:
+    model = Model()
+    if targets <= excluded:
+        with pytest.raises(rw.PlanError, match="leaves out every one"):
+            target_plan(model, sorted(targets), sorted(excluded))
+        return
+    plan = target_plan(model, sorted(targets), sorted(excluded) or None)
+    assert names(plan) == targets - excluded
+    assert names(plan) | reasons(plan).keys() == EVERYTHING
+    assert not names(plan) & reasons(plan).keys()
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (
+            {"target_modules": ["q_porj"]},
+            r"`target_modules` must name modules.*\['q_porj'\] matches none.*mean 'q_proj'",
+        ),
+        ({"target_modules": "q_proj"}, "`target_modules` must name modules of the model, but 'q_proj' matches none."),
+        ({"target_modules": []}, r"but \[\] matches none"),
+        ({"exclude_modules": ["lm_haed"]}, "`exclude_modules` must name modules.*Did you mean 'lm_head'"),
+        ({"modules_to_save": ["scores"]}, "`modules_to_save` must name modules.*Did you mean 'score'"),
+        ({"target_modules": "q_proj("}, r"`target_modules` must be a regular expression, but is 'q_proj\('"),
+        ({"target_modules": ["norm"]}, "leaves out every one of them"),
+        ({"exclude_modules": ".*"}, r"leaves out every one of them \(embed: in `exclude_modules`"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_a_mistake(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(rw.PlanError, match=match):
+        target_plan(Model(), **arguments)
+
+
+def test_a_pattern_is_a_string_or_a_list_of_them() -> None:
+    with pytest.raises(TypeError, match=re.escape("`target_modules` must be a string or a list of names, but is [3]")):
+        target_plan(Model(), [3])  # type: ignore[list-item]
+
+
+def test_a_model_without_a_linear_layer_has_no_linear_targets() -> None:
+    with pytest.raises(rw.PlanError, match="'all-linear', but Sequential has no linear layer"):
+        target_plan(nn.Sequential(nn.Embedding(4, 4)), "all-linear")
+
+
+# code that only asks what a weight is
+
+
+class Asks(nn.Module):
+    """Casts to the dtype of one layer, and multiplies by the weight of another itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.read, self.both = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.items = nn.ModuleList([nn.Linear(8, 8)])
+
+    def resize_read(self) -> Tensor:
+        return self.asked.weight[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.asked.weight, Tensor) and x.dtype != self.asked.weight.dtype:
+            x = x.to(self.asked.weight.dtype)
+        x = x.to(self.items[0].weight.device)
+        x = F.linear(x.to(self.both.weight.dtype), self.both.weight)
+        return self.items[0](self.asked(x)) @ self.read.weight
+
+
+def test_asking_for_a_dtype_does_no_harm_and_reading_does() -> None:
+    plan = rw.find_plan(Asks())
+    assert names(plan) == {"asked", "items.0"}
+    assert reasons(plan) == dict.fromkeys(["read", "both"], "Asks reads its weight itself")
+
+
+def test_a_compact_layer_can_still_be_asked() -> None:
+    model = Asks()
+    pruner = rw.Pruner(model, rw.Budget(removed=0.3), "fac")
+    small: Any = pruner.compact()
+    x = torch.randn(3, 8)
+    for layer in (small.asked, small.items[0]):
+        assert type(layer) is nn.Sequential
+        assert layer.weight.shape == (0,)
+    assert small.state_dict().keys() == {
+        *(f"{name}.{i}.weight" for name in ("asked", "items.0") for i in (0, 1)),
+        *("asked.1.bias", "items.0.1.bias", "read.weight", "read.bias", "both.weight", "both.bias"),
+    }
+    torch.testing.assert_close(small(x), model.eval()(x))
+    small.double()
+    assert small(x).dtype == torch.float64
+    before = rw.count(small)
+    answer(small)
+    assert rw.count(small) == before

@@ -1,0 +1,68 @@
+"""Training on a GPU, where steps are recorded as a graph; skipped where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_toys import CONFIG, SETTINGS, make_corpus, make_model
+
+import rankwise as rw
+from rankwise.training.run import Run
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),
+]
+GPU = replace(CONFIG, device="auto", steps=40, dense_steps=0, accumulate=2)
+
+
+def start(folder: Path, kind: str, method: str | None, config: Any = GPU) -> Run:
+    corpus = make_corpus(folder)
+
+    def gate(model: torch.nn.Module) -> rw.Pruner:
+        settings = {**SETTINGS[method or "dense"], "anneal_steps": 20} if method != "fac" else {}
+        return rw.Pruner(model, rw.Budget(removed=0.4), method or "dense", **settings)
+
+    model = make_model(kind, len(corpus.vocabulary), dropout=0.0)
+    run = Run(model, corpus, config, folder, gate if method else None, {}, ())
+    run.begin_pruning()
+    return run
+
+
+@pytest.mark.parametrize("kind", ["sru", "txl"])
+@pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "fac"])
+def test_a_graph_trains_the_weights_that_single_commands_train(kind: str, method: str | None, tmp_path: Path) -> None:
+    graphed, plain = start(tmp_path / "a", kind, method), start(tmp_path / "b", kind, method)
+    assert graphed.graph is not None
+    plain.graph = None
+    replays = 0
+    for _ in range(30):
+        graphed.train_step()
+        plain.train_step()
+        replays += graphed.graph._graph is not None
+    assert replays > 5
+    assert torch.isfinite(graphed.sums).all()
+    for (name, got), want in zip(graphed.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_words_of_clusters_are_trained_without_a_graph(tmp_path: Path) -> None:
+    run = start(tmp_path, "adaptive", None)
+    assert run.graph is None
+    run.train_step()
+
+
+@pytest.mark.parametrize("method", [None, "flop-l0"])
+def test_a_step_does_not_wait_for_the_gpu(method: str | None, tmp_path: Path) -> None:
+    run = start(tmp_path, "sru", method)
+    for _ in range(6):
+        run.train_step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        run.train_step()
+    waits = [e.name for e in profile.events() if e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
+    # the profiler's own, when it stops
+    assert waits in ([], ["cudaDeviceSynchronize"])
