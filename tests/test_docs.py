@@ -66,6 +66,16 @@ def test_the_table_of_recipes_is_the_recorded_one() -> None:
         assert [worst_miss, mean, worst] == [f"{max(miss):.1f}", f"{statistics.mean(extra):.3f}", f"{max(extra):.3f}"]
 
 
+def test_the_ten_minute_table_is_the_recorded_one() -> None:
+    record = json.loads((ROOT / "results/enwik8-sru-10min.json").read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    for name, params, removed, bits in section("ten minutes"):
+        row = rows[name]
+        assert params == f"{row['parameters']:,}"
+        assert removed == f"{row['removed_of_prunable']:.1%}"
+        assert bits == f"{row['test']['bits_per_character']:.3f}"
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)

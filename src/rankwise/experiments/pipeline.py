@@ -105,7 +105,9 @@ def run_arms(
 ) -> dict[str, Any]:
     """Several methods from the base of one experiment."""
     path = Path(folder)
-    described = json.loads(json.dumps(to_json(experiment)))
+    # where the corpus lies on this machine is no part of the experiment
+    portable = replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
+    described = json.loads(json.dumps(to_json(portable)))
     finished = read(path / RECORD)
     wanted = [arm.name for arm in arms]
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
