@@ -77,11 +77,6 @@ def test_a_name_that_is_not_there_is_no_attribute() -> None:
         exec("from rankwise import Prunner")
 
 
-def test_a_module_does_not_take_the_place_of_the_function_of_its_name() -> None:
-    code = "import rankwise.compress, rankwise; rankwise.compress.__call__"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 IMPORT = """
 import json, sys
 import rankwise

@@ -3,9 +3,7 @@
 `Pruner` gates a model and moves its gates as it trains; `Budget` names the size; `compress` needs no training.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rankwise.hf.hook import join_when_imported as _join_when_imported
@@ -17,7 +15,6 @@ __version__ = VERSION
 # such as `rankwise --help`, starts at once
 if TYPE_CHECKING:
     from rankwise.adapters.generic import find_plan as find_plan
-    from rankwise.compress import compress as compress
     from rankwise.core.budget import Budget as Budget
     from rankwise.core.budget import SizeReport as SizeReport
     from rankwise.core.budget import count as count
@@ -29,11 +26,12 @@ if TYPE_CHECKING:
     from rankwise.errors import DataError as DataError
     from rankwise.errors import PlanError as PlanError
     from rankwise.errors import RankwiseError as RankwiseError
+    from rankwise.oneshot import compress as compress
     from rankwise.pruner import Pruner as Pruner
 else:
     _HOMES = {
         "find_plan": "adapters.generic",
-        "compress": "compress",
+        "compress": "oneshot",
         "Budget": "core.budget",
         "SizeReport": "core.budget",
         "count": "core.budget",
@@ -48,24 +46,15 @@ else:
         "Pruner": "pruner",
     }
 
-    class _Package(ModuleType):
-        """Names of functions and classes stay theirs, also when the module `rankwise.compress` is imported."""
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
 
-        def __getattr__(self, name):
-            if name not in _HOMES:
-                raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=self)
-            value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-            setattr(self, name, value)
-            return value
+    def __dir__():
+        return sorted({*_HOMES, "VERSION", *filter(lambda name: name.startswith("__"), globals())})
 
-        def __setattr__(self, name, value):
-            if name not in _HOMES or not isinstance(value, ModuleType):
-                super().__setattr__(name, value)
-
-        def __dir__(self):
-            return sorted({*_HOMES, "VERSION", *filter(lambda name: name.startswith("__"), vars(self))})
-
-    sys.modules[__name__].__class__ = _Package
 
 # so that stock `from_pretrained` of transformers loads what we saved
 _join_when_imported()

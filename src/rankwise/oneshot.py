@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget
 from rankwise.core.plan import Plan
 from rankwise.pruner import Pruner
@@ -26,6 +27,8 @@ def compress(
     Ranks are shared out over the whole model: the components that carry most of their layer's output per parameter
     are kept. With `calibration` (batches of input for `model`) outputs are measured on those data.
     """
+    # before the copy, which loses what `from_pretrained` notes of weights that it loaded
+    plan = plan or find_plan(model)
     gated = copy.deepcopy(model)
     init = "svd" if calibration is None else "whitened"
     pruner = Pruner(gated, budget, "svd", plan, init, calibration=calibration, rank_multiple=rank_multiple)  # type: ignore[arg-type]
