@@ -37,7 +37,9 @@ def find_plan(model: nn.Module, include: Pattern | None = None, exclude: Pattern
 
 
 def check_ungated(model: nn.Module) -> None:
-    """Refuse a model that has nothing to prune, or is being pruned already."""
+    """Refuse what is no model, a model that has nothing to prune, and one that is being pruned already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if next(model.parameters(), None) is None:
         raise PlanError(f"The model must have parameters, but {type(model).__name__} has none.")
     if any(isinstance(module, GatedLayer) for module in model.modules()):
