@@ -2,8 +2,8 @@
 
 DATA is a folder that holds enwik8. From one dense base, flop-l0 and fac remove 80% of the prunable weights, next to a
 dense control that trains on for as long; the paper's FAC trains a small model from scratch for all of the steps; np-l0,
-which does not factorize, has a plain model of the same size and a base of its own. One seed takes less than 15 minutes on
-two cores. `--scale 0.01` shows that it runs.
+which does not factorize, has a plain model of the same size and a base of its own. One seed takes less than 15 minutes
+on two cores. `--scale 0.01` shows that it runs.
 """
 
 from __future__ import annotations
