@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rankwise.cli.tables import terminal
 from rankwise.experiments.pipeline import Watcher
+from rankwise.report.tables import MEASURES
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-MEASURES = {"bits_per_character": "bits per character", "perplexity": "perplexity"}
 PATIENCE_SECONDS = 5.0
 """Between two plain lines on one and the same download."""
 NOTHING: tuple[str, int, int | None] = ("", 0, None)

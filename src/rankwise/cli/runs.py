@@ -11,6 +11,7 @@ from rankwise.cli.command import Command, Options, Parser, UsageError, listed, n
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.report import show_record
 from rankwise.cli.tables import print_table
+from rankwise.report.tables import MEASURES
 
 if TYPE_CHECKING:
     from rankwise.experiments.config import Experiment
@@ -136,9 +137,9 @@ def _show_row(options: Options, row: Mapping[str, Any], folder: Path) -> None:
         return
     columns = {"": row["name"], "parameters": f"{row['parameters']:,}", "removed": f"{row['removed']:.1%}"}
     for split in ("valid", "test"):
-        for measure in ("bits_per_character", "perplexity"):
+        for measure, words in MEASURES.items():
             if measure in row[split]:
-                columns[f"{split} {measure.replace('_', ' ')}"] = f"{row[split][measure]:.4f}"
+                columns[f"{split} {words}"] = f"{row[split][measure]:.4f}"
     print_table(list(columns), [list(columns.values())], words=("",))
     print(f"\nThe model is in {folder}.")
 

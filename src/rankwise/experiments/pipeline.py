@@ -65,7 +65,7 @@ class Watcher(Progress):
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class Stage:
     """What all parts of an experiment share."""
 
     corpus: Corpus
@@ -112,18 +112,17 @@ def run_arms(
     wanted = [arm.name for arm in arms]
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
-    setting = _begin(experiment, path, watcher, trackers)
+    stage = _begin(experiment, path, watcher, trackers)
     for arm in arms:
-        _check(arm.experiment, setting.corpus)
-    if not (path / EXPERIMENT).exists():
-        write_experiment(path, experiment)
-    base = None if experiment.base is None else _train_base(setting, experiment)
+        _check(arm.experiment, stage.corpus)
+    _announce(experiment, path)
+    base = None if experiment.base is None else _train_base(stage, experiment)
     rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
-    rows += [_run_arm(setting, arm, None if base is None else path / BASE) for arm in arms]
+    rows += [_run_arm(stage, arm, None if base is None else path / BASE) for arm in arms]
     rows.sort(key=lambda row: row["method"] != "dense")
-    setting.watcher.phase("timing")
+    stage.watcher.phase("timing")
     device = device_of(experiment.training)
-    _add_timings(rows, path, setting.corpus, experiment.training.window, device)
+    _add_timings(rows, path, stage.corpus, experiment.training.window, device)
     record = {
         "format": FORMAT,
         "version": VERSION,
@@ -131,7 +130,7 @@ def run_arms(
         "seed": experiment.seed,
         "experiment": described,
         "arms": wanted,
-        "corpus": setting.corpus.record(),
+        "corpus": stage.corpus.record(),
         "rows": rows,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(device),
@@ -155,11 +154,10 @@ def train(
             "Run it whole, with `rankwise run`."
         )
     path = Path(folder)
-    setting = _begin(experiment, path, watcher, trackers)
-    _check(experiment, setting.corpus)
-    if not (path / EXPERIMENT).exists():
-        write_experiment(path, experiment)
-    return _train_base(setting, experiment)
+    stage = _begin(experiment, path, watcher, trackers)
+    _check(experiment, stage.corpus)
+    _announce(experiment, path)
+    return _train_base(stage, experiment)
 
 
 def prune(
@@ -176,9 +174,9 @@ def prune(
             f"A base must be trained before it is pruned, but there is no model in {base}. Run `rankwise train` first."
         )
     path = Path(folder)
-    setting = _begin(experiment, path.parent, watcher, trackers)
-    _check(experiment, setting.corpus)
-    return _run_arm(setting, Arm(path.name, experiment), Path(base))
+    stage = _begin(experiment, path.parent, watcher, trackers)
+    _check(experiment, stage.corpus)
+    return _run_arm(stage, Arm(path.name, experiment), Path(base))
 
 
 def device_of(config: TrainingConfig) -> torch.device:
@@ -192,10 +190,16 @@ def quality_of(model: nn.Module, corpus: Corpus, split: str, config: TrainingCon
     return evaluate(language, config.evaluation(getattr(corpus, split)), corpus.unit)
 
 
-def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, trackers: Sequence[str]) -> Setting:
+def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, trackers: Sequence[str]) -> Stage:
     watcher = watcher or Watcher()
     watcher.phase(f"reading {experiment.corpus.name}")
-    return Setting(experiment.corpus.load(watcher.read), folder, watcher, trackers)
+    return Stage(experiment.corpus.load(watcher.read), folder, watcher, trackers)
+
+
+def _announce(experiment: Experiment, folder: Path) -> None:
+    """Say what will be run, unless an earlier run has: another one may yet be refused."""
+    if not (folder / EXPERIMENT).exists():
+        write_experiment(folder, experiment)
 
 
 def _check(experiment: Experiment, corpus: Corpus) -> None:
@@ -208,21 +212,21 @@ def _check(experiment: Experiment, corpus: Corpus) -> None:
             phase.evaluation(corpus.test)
 
 
-def _train_base(setting: Setting, experiment: Experiment) -> dict[str, Any]:
+def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     config = experiment.base_training
     assert config is not None
 
     def make() -> nn.Module:
         torch.manual_seed(experiment.seed)
-        return build(replace(experiment.model, num_words=len(setting.corpus.vocabulary)))
+        return build(replace(experiment.model, num_words=len(stage.corpus.vocabulary)))
 
     about = {"model": describe_config(experiment.model), "seed": experiment.seed}
-    setting.watcher.phase("training the dense model")
-    return _finish(setting, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
+    stage.watcher.phase("training the dense model")
+    return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
 
 
-def _run_arm(setting: Setting, arm: Arm, base: Path | None) -> dict[str, Any]:
-    experiment, corpus = arm.experiment, setting.corpus
+def _run_arm(stage: Stage, arm: Arm, base: Path | None) -> dict[str, Any]:
+    experiment, corpus = arm.experiment, stage.corpus
 
     def make() -> nn.Module:
         torch.manual_seed(experiment.seed)
@@ -241,12 +245,12 @@ def _run_arm(setting: Setting, arm: Arm, base: Path | None) -> dict[str, Any]:
     about = {key: described[key] for key in ("model", "method", "budget", "init", "exclude", "seed")}
     about["base"] = None if base is None else _fingerprint(base / MODEL / WEIGHTS)
     dense = experiment.method.name == "dense"
-    setting.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
-    return _finish(setting, arm, about, experiment.pruning_training, make, None if dense else gate)
+    stage.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
+    return _finish(stage, arm, about, experiment.pruning_training, make, None if dense else gate)
 
 
 def _finish(
-    setting: Setting,
+    stage: Stage,
     arm: Arm,
     about: dict[str, Any],
     config: TrainingConfig,
@@ -254,7 +258,7 @@ def _finish(
     gate: Callable[[nn.Module], Pruner] | None,
 ) -> dict[str, Any]:
     """Train, export and evaluate one model, unless that is done already; its row of the table."""
-    corpus, folder = setting.corpus, setting.folder / arm.name
+    corpus, folder = stage.corpus, stage.folder / arm.name
     known = json.loads(
         json.dumps({"about": about, "training": dataclasses.asdict(config), "corpus": corpus.fingerprint})
     )
@@ -269,10 +273,10 @@ def _finish(
         folder,
         pruner=gate,
         about=about,
-        trackers=setting.trackers,
-        progress=setting.watcher,
+        trackers=stage.trackers,
+        progress=stage.watcher,
     )
-    setting.watcher.phase(f"evaluating {arm.name}")
+    stage.watcher.phase(f"evaluating {arm.name}")
     small = outcome.model if outcome.pruner is None else outcome.pruner.compact()
     small = small.eval()
     save(small, folder / MODEL, overwrite=True)
