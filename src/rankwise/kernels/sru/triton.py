@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 FORWARD, BACKWARD = Launch(256, 2, 4), Launch(256, 2, 3)
 """The fastest on an H200 for 64 x 3056 units, all of whose programs are then resident in one wave.
 
-`benchmarks/sru_speed.py kernels` compares others.
+`benchmarks/lm_speed.py kernels` compares others.
 """
 
 

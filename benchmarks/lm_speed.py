@@ -1,12 +1,14 @@
-"""How fast the paper's 35M SRU trains: `python benchmarks/sru_speed.py [loop] [step] [profile] [kernels] [--tiny]`.
+"""How fast the paper's models train: `python benchmarks/lm_speed.py [loop] [step] [profile] [kernels] [--models sru]`.
 
-6 layers of width 3056, rank 512, 205 characters, batch 64 x 256, dropout 0.1, layer norm, bf16: dense, and gated with
-all, a fifth and a tenth of the components open.
+sru              35M: 6 layers of width 3056, rank 512, 205 characters, batch 64 x 256, dropout 0.1, layer norm
+transformer-xl   41M: 12 layers of width 512, batch 22 x 512, memory 512, dropout 0.1
+
+Each in bf16: dense, and gated with all, a fifth and a tenth of the components open.
 
 loop     characters/s by `rankwise.training.fit`, with data, logging, clipping and gate updates, for `--seconds` a case
 step     medians of single steps by CUDA events, peak memory, and how long the host takes to issue a step
 profile  where the time of a step goes
-kernels  the recurrence alone, and the bytes it moves per second, by block and warps
+kernels  the recurrence of the SRU alone, and the bytes it moves per second, by block and warps
 
 Wants a GPU; `--tiny` shows on a CPU that it runs.
 """
@@ -24,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,30 +39,69 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.data import Corpus, load_corpus
-from rankwise.models.sru import SRUConfig, SRULanguageModel
+from rankwise.models.architectures import build
+from rankwise.models.sru import SRUConfig
+from rankwise.models.transformer_xl import TransformerXLConfig
 from rankwise.training import TrainingConfig, fit
 from rankwise.training.run import Run
 
-MODEL = SRUConfig(
-    num_words=205, embedding_width=205, width=3056, num_layers=6, rank=512, layer_norm=True, rescale=True, dropout=0.1
-)
 TRAINING = TrainingConfig(
     steps=10**6, batch_size=64, window=256, lr=1e-4, clip=0.5, precision="bf16", log_every=100, eval_every=10**9,
     checkpoint_every=10**9, eval_tokens=100_000,
 )  # fmt: skip
-GOALS = {"dense": ">= 1.8e6", "20% open": ">= 2.6e6", "10% open": ">= 2.8e6"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and how it is trained."""
+
+    config: Any
+    tiny: Any
+    training: TrainingConfig
+    plan: dict[str, Any]
+    """What of it is gated."""
+    goals: dict[str, str]
+    expected: float
+    """Characters per second, about."""
+
+
+SRU = SRUConfig(
+    num_words=205, embedding_width=205, width=3056, num_layers=6, rank=512, layer_norm=True, rescale=True, dropout=0.1
+)
+TRANSFORMER_XL = TransformerXLConfig(num_words=204)
+MODELS = {
+    "sru": Case(
+        config=SRU,
+        tiny=replace(SRU, num_words=20, embedding_width=12, width=32, num_layers=2, rank=16),
+        training=TRAINING,
+        plan={"include": r"sru\..*"},
+        goals={"dense": ">= 1.8e6", "20% open": ">= 2.6e6", "10% open": ">= 2.8e6"},
+        expected=2.2e6,
+    ),
+    "transformer-xl": Case(
+        config=TRANSFORMER_XL,
+        tiny=replace(TRANSFORMER_XL, width=32, num_heads=2, head_width=16, inner=64, num_layers=2, memory_length=8),
+        training=replace(TRAINING, batch_size=22, window=512, clip=0.25),
+        plan={"exclude": ["embedding", "head"]},
+        goals={"dense": ">= 4e5", "20% open": ">= 6e5"},
+        expected=4e5,
+    ),
+}
 OPEN = {"100% open": 1.0, "20% open": 0.2, "10% open": 0.1}
 CASES = ["dense", "factorized", *OPEN]
 
 
 class Bench:
-    """One size of model, and a text for it."""
+    """One size of one model, and a text for it."""
 
-    def __init__(self, folder: Path, cases: list[str], *, tiny: bool) -> None:
-        self.folder, self.cases, self.tiny = folder, cases, tiny
-        self.model, self.training = MODEL, TRAINING
+    def __init__(self, folder: Path, name: str, cases: list[str], *, tiny: bool) -> None:
+        self.folder, self.name, self.tiny = folder, name, tiny
+        self.about = MODELS[name]
+        # only the SRU holds a plain matrix beside its pairs, of which a factorized one can be made
+        self.cases = [case for case in cases if case != "factorized" or name == "sru"]
+        self.model, self.training = self.about.config, self.about.training
         if tiny:
-            self.model = replace(MODEL, num_words=20, embedding_width=12, width=32, num_layers=2, rank=16)
+            self.model = self.about.tiny
             self.training = replace(TRAINING, batch_size=4, window=8, precision="no", log_every=2, eval_tokens=50)
         self.corpus = self._corpus()
 
@@ -75,11 +116,13 @@ class Bench:
         """`factorized` is the gated model without its gates: the pruner makes a pair of the first matrix too."""
         torch.manual_seed(0)
         config = replace(self.model, num_words=len(self.corpus.vocabulary))
-        return SRULanguageModel(replace(config, first_rank=config.embedding_width) if case == "factorized" else config)
+        if case == "factorized":
+            config = replace(config, first_rank=config.embedding_width)
+        return build(config)
 
     def gate(self, case: str) -> Callable[[nn.Module], rw.Pruner] | None:
         def make_pruner(model: nn.Module) -> rw.Pruner:
-            plan = rw.find_plan(model, include=r"sru\..*")
+            plan = rw.find_plan(model, **self.about.plan)
             pruner = rw.Pruner(model, rw.Budget(removed=0.5), plan=plan, anneal_steps=10**9, gate_lr=1e-9)
             hold_open(pruner.controller, OPEN[case])
             return pruner
@@ -95,14 +138,15 @@ class Bench:
 
 def bench_loop(bench: Bench, seconds: float) -> None:
     for case in bench.cases:
-        steps = 6 if bench.tiny else int(seconds * 2.2e6 / (64 * 256)) // 100 * 100
+        tokens = bench.training.batch_size * bench.training.window
+        steps = 6 if bench.tiny else 300 + int(seconds * bench.about.expected / tokens) // 100 * 100
         config = replace(bench.training, steps=steps)
         with tempfile.TemporaryDirectory() as folder:
             fit(bench.make(case), bench.corpus, config, folder, pruner=bench.gate(case))
             lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         # the first lines have the compilation of kernels in them
         speeds = [line["tokens_per_second"] for line in lines][2:]
-        record("sru loop", case, speeds, "characters/s", GOALS.get(case, ""))
+        record(f"{bench.name} loop", case, speeds, "characters/s", bench.about.goals.get(case, ""))
 
 
 def bench_step(bench: Bench) -> None:
@@ -115,13 +159,13 @@ def bench_step(bench: Bench) -> None:
         times = [timed(run.train_step) for _ in range(3 if bench.tiny else 40)]
         medians[case] = statistics.median(times)
         rates = [run.windows.tokens_per_step / each for each in times]
-        record("sru step", case, rates, "characters/s", GOALS.get(case, ""))
-        record("sru step", f"{case}: host", [issued(run.train_step) for _ in range(5)], "s")
+        record(f"{bench.name} step", case, rates, "characters/s", bench.about.goals.get(case, ""))
+        record(f"{bench.name} step", f"{case}: host", [issued(run.train_step) for _ in range(5)], "s")
         if torch.cuda.is_available():
-            record("sru step", f"{case}: peak memory", [torch.cuda.max_memory_allocated() / 1e9], "GB")
+            record(f"{bench.name} step", f"{case}: peak memory", [torch.cuda.max_memory_allocated() / 1e9], "GB")
     if {"100% open", "factorized"} <= medians.keys():
         overhead = 100 * (medians["100% open"] / medians["factorized"] - 1)
-        record("sru step", "overhead of open gates", [overhead], "%", "<= 5")
+        record(f"{bench.name} step", "overhead of open gates", [overhead], "%", "<= 5")
 
 
 def timed(step: Callable[[], None]) -> float:
@@ -157,6 +201,7 @@ def reset_peak() -> None:
 KINDS = {
     "recurrence forward": ("sru_fwd",),
     "recurrence backward": ("sru_bwd",),
+    "attention": ("attention", "fmha", "flash"),
     "norm": ("row_stats", "fold_", "scale_rows", "layer_norm", "layernorm"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv", "aten::mm", "aten::addmm", "aten::bmm"),
     "optimizer and clip": ("adam", "multi_tensor", "lpnorm"),
@@ -214,7 +259,7 @@ def _below(event: torch.autograd.profiler_util.FunctionEvent | None, name: str) 
 
 
 def bench_kernels(bench: Bench) -> None:
-    if bench.tiny or not torch.cuda.is_available():
+    if bench.tiny or bench.name != "sru" or not torch.cuda.is_available():
         return
     from triton.testing import do_bench
 
@@ -269,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["loop", "step", "profile", "kernels", []])
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--seconds", type=float, default=30.0)
     arguments = parser.parse_args()
@@ -276,15 +322,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, quiet():
         if arguments.tiny:
             harness.RESULTS = Path(folder) / "results.csv"
-        bench = Bench(Path(folder), arguments.cases, tiny=arguments.tiny)
-        if "loop" in parts:
-            bench_loop(bench, arguments.seconds)
-        if "step" in parts:
-            bench_step(bench)
-        if "profile" in parts:
-            bench_profile(bench)
-        if "kernels" in parts:
-            bench_kernels(bench)
+        for name in arguments.models:
+            place = Path(folder) / name
+            place.mkdir()
+            bench = Bench(place, name, arguments.cases, tiny=arguments.tiny)
+            if "loop" in parts:
+                bench_loop(bench, arguments.seconds)
+            if "step" in parts:
+                bench_step(bench)
+            if "profile" in parts:
+                bench_profile(bench)
+            if "kernels" in parts:
+                bench_kernels(bench)
 
 
 if __name__ == "__main__":
