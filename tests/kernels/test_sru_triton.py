@@ -1,21 +1,25 @@
-"""The Triton kernels against plain PyTorch: forward and every gradient, at odd shapes.
-
-On a GPU where there is one; else through Triton's interpreter, in a process of its own: it must be asked for before
-triton is imported.
-"""
+"""The Triton kernels of the SRU against plain PyTorch: forward and every gradient, at odd shapes."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from triton_cases import (
+    BF16,
+    DEVICE,
+    GPU,
+    assert_same,
+    by_interpreter,
+    kernels,
+    outputs_and_gradients,
+    poison,  # noqa: F401
+    run_by_interpreter,
+    some,
+)
 
 import rankwise as rw
 from rankwise.kernels import sru as dispatch
@@ -24,59 +28,21 @@ from rankwise.kernels.sru import reference
 from rankwise.models import sru as models
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 
-
-def _interpreter() -> bool:
-    """Those before 3.9 cannot count loops with today's numpy."""
-    try:
-        major, minor, *_ = version("triton").split(".")
-    except PackageNotFoundError:
-        return False
-    return (int(major), int(minor)) >= (3, 9)
-
-
-GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="no GPU; the interpreter has a test of its own")
-
-BF16 = 1e-2
-"""A number alone may be rounded another way, which is 2^-7 of it; the interpreter cuts off where a GPU rounds."""
+pytestmark = pytest.mark.usefixtures("poison")
 
 SHAPES = [(1, 1, 1), (2, 3, 5), (3, 1, 130), (17, 2, 65)]
 if GPU:
     SHAPES += [(63, 2, 65), (256, 4, 500), (100, 3, 3056)]
 
 
-@pytest.mark.skipif(GPU or INTERPRETED or not _interpreter(), reason="a GPU runs them, or there is no interpreter")
+@by_interpreter
 def test_the_kernels_by_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:]
+    run_by_interpreter(__file__)
 
 
 def test_importing_rankwise_does_not_import_triton() -> None:
     code = "import sys, rankwise, rankwise.models.sru, rankwise.training; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.fixture(autouse=True)
-def _poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is full of NaN, so that what a kernel leaves unwritten shows."""
-    if "compiled" in request.node.name:
-        return
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-        return made
-
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
-
-
-def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float32).to(DEVICE, dtype).requires_grad_()
 
 
 def recurrence_inputs(
@@ -87,27 +53,6 @@ def recurrence_inputs(
     # with weights of full size some units are chaotic: rounding grows from step to step, in the reference too
     gates = [some(2, width).detach().mul(0.5).requires_grad_(), some(2, width)]
     return [some(steps, batch, num_projections, width, dtype=dtype), x, *gates, some(batch, width), mask]
-
-
-def outputs_and_gradients(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """What `run` gives, and the gradient of each input for random gradients of what it gives."""
-    outputs = run(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs]
-    wanted = {f"d{i}": t for i, t in enumerate(inputs) if t is not None and t.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), given)
-    return {**{f"out{i}": o for i, o in enumerate(outputs)}, **dict(zip(wanted, gradients, strict=True))}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        assert got[name].dtype == expected.dtype, name
-        assert got[name].shape == expected.shape, name
-        exact = expected.detach().double()
-        error = (got[name].detach().double() - exact).norm() / exact.norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {float(error):.1e}"
 
 
 @kernels
@@ -205,7 +150,7 @@ def test_a_layer_norm_of_an_odd_width_is_that_of_torch(num_rows: int, width: int
     from rankwise.kernels.norm import layer_norm
 
     inputs = [some(num_rows, width), some(width), some(width)]
-    got = outputs_and_gradients(lambda x, w, b: layer_norm(x, w, b, 1e-3, torch.float32), inputs)
+    got = outputs_and_gradients(lambda x, w, b: layer_norm(x, None, w, b, 1e-3, torch.float32), inputs)
     want = outputs_and_gradients(lambda x, w, b: nn.functional.layer_norm(x, (width,), w, b, 1e-3), inputs)
     if width > 1:
         assert_same(got, want, 1e-5)

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.kernels import linear, norm
-from rankwise.kernels.sru import can_fuse, sru
+from rankwise.kernels.device import can_fuse
+from rankwise.kernels.sru import sru
 from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import is_observed, pair_of
 

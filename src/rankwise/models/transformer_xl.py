@@ -21,6 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.kernels import norm, relu
+from rankwise.kernels.device import can_fuse
+from rankwise.kernels.linear import half_dtype
+
 Memory = tuple[Tensor, ...]
 """The last inputs of each layer, (B, at most `memory_length`, D) a layer, detached.
 
@@ -89,6 +93,8 @@ class Positions:
     """-inf where a query sees nothing at a distance, else 0."""
     content_bias_A: Tensor
     position_bias_A: Tensor
+    window: int | None
+    """Distances from it on are hidden."""
 
 
 class RelativeAttention(nn.Module):
@@ -106,7 +112,10 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
         num_queries = positions.mask_TL.shape[0]
-        q_BSA, k_BSA, v_BSA = self.qkv(x_BSD).chunk(3, dim=-1)
+        qkv_BSA: Tensor = self.qkv(x_BSD)
+        if self._can_fuse(qkv_BSA):
+            return self._fused(qkv_BSA, positions)
+        q_BSA, k_BSA, v_BSA = qkv_BSA.chunk(3, dim=-1)
         q_BTA = q_BSA[:, -num_queries:]
         # under autocast the biases are float32: without the cast they would make the queries float32 too
         content_BTHE = self.heads(q_BTA + positions.content_bias_A.to(q_BTA.dtype))
@@ -126,6 +135,29 @@ class RelativeAttention(nn.Module):
         y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 
+    def _can_fuse(self, qkv_BSA: Tensor) -> bool:
+        drops = self.training and self.dropout > 0
+        if drops or not can_fuse(qkv_BSA) or qkv_BSA.dtype.itemsize != 2:
+            return False
+        from rankwise.kernels.relative_attention.triton import fits
+
+        return fits(self.head_width)
+
+    def _fused(self, qkv_BSA: Tensor, positions: Positions) -> Tensor:
+        """The same by kernels that make scores and softmax on the way, and take no distance beyond the first key."""
+        from rankwise.kernels.relative_attention.triton import relative_attention
+
+        y_BTHE = relative_attention(
+            qkv_BSA.view(*qkv_BSA.shape[:2], 3, self.num_heads, self.head_width),
+            self.heads(self.position(positions.sinusoid_LD[1:])),
+            self.heads(positions.content_bias_A),
+            self.heads(positions.position_bias_A),
+            positions.mask_TL.shape[0],
+            positions.window,
+        )
+        y_BTD: Tensor = self.out(y_BTHE.flatten(2))
+        return y_BTD
+
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
         return x_A.view(*x_A.shape[:-1], self.num_heads, self.head_width)
@@ -141,7 +173,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.second(self.dropout(F.relu(self.first(x_BTD))))
+        y_BTD: Tensor = self.second(relu.call(self.first(x_BTD), self.dropout))
         return y_BTD
 
 
@@ -160,15 +192,14 @@ class TransformerXLLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h_BSD: Tensor, positions: Positions) -> Tensor:
-        """The layer's output for the last T of its S inputs."""
-        h_BTD: Tensor = h_BSD[:, -positions.mask_TL.shape[0] :]
+    def forward(self, h_BTD: Tensor, h_BSD: Tensor, positions: Positions) -> Tensor:
+        """The layer's output for its T inputs, which are the last of the S that it attends to."""
         if self.pre_norm:
             h_BTD = h_BTD + self.dropout(self.attention(self.attention_norm(h_BSD), positions))
             h_BTD = h_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(h_BTD)))
         else:
-            h_BTD = self.attention_norm(h_BTD + self.dropout(self.attention(h_BSD, positions)))
-            h_BTD = self.feed_forward_norm(h_BTD + self.dropout(self.feed_forward(h_BTD)))
+            h_BTD = norm.add_call(self.attention_norm, h_BTD, self.attention(h_BSD, positions), self.dropout)
+            h_BTD = norm.add_call(self.feed_forward_norm, h_BTD, self.feed_forward(h_BTD), self.dropout)
         return h_BTD
 
 
@@ -202,6 +233,8 @@ class TransformerXL(nn.Module):
         """Logits (B, T, V) of the next word after each token, and the memory to give with the next segment."""
         num_remembered = self._num_remembered(tokens_BT, memory)
         h_BTD = self.dropout(self.embedding(tokens_BT) * math.sqrt(self.config.width))
+        if can_fuse(h_BTD):
+            h_BTD = h_BTD.to(half_dtype(h_BTD) or h_BTD.dtype)
         positions = self._positions(num_remembered, h_BTD)
         new_memory: list[Tensor] = []
         for i, layer in enumerate(self.layers):
@@ -209,7 +242,7 @@ class TransformerXL(nn.Module):
             # the segment alone where it is long enough, so that a view of it does not keep the old memory alive
             kept = h_BTD if h_BTD.shape[1] >= self.config.memory_length else h_BSD
             new_memory.append(kept.detach()[:, max(kept.shape[1] - self.config.memory_length, 0) :])
-            h_BTD = layer(h_BSD, positions)
+            h_BTD = layer(h_BTD, h_BSD, positions)
         logits_BTV: Tensor = self.head(self.dropout(h_BTD))
         return logits_BTV, tuple(new_memory)
 
@@ -228,7 +261,8 @@ class TransformerXL(nn.Module):
         # distances beyond 256 need more than bfloat16
         dtype = torch.promote_types(h_BTD.dtype, torch.float32)
         sinusoid_LD = self.dropout(sinusoid(distance_L.to(dtype), config.width).to(h_BTD.dtype))
-        return Positions(sinusoid_LD, mask_TL, self.content_bias, self.position_bias)
+        window = config.memory_length if config.same_length else None
+        return Positions(sinusoid_LD, mask_TL, self.content_bias, self.position_bias, window)
 
     def _num_remembered(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None) -> int:
         """M, of inputs that fit."""

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
+
+from rankwise.kernels.device import HAS_TRITON
 
 Recurrence = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, float],
     tuple[Tensor, Tensor],
 ]
 """The signature that every implementation shares: that of `reference.sru`."""
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 def sru(
@@ -49,11 +47,6 @@ def _implementation(device_type: str) -> Recurrence:
 
         return triton.sru
     return reference.sru
-
-
-def can_fuse(x: Tensor) -> bool:
-    """Whether a stack that reads `x` can run by the kernels of `layer.py`; a compiler fuses by itself."""
-    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def _check(

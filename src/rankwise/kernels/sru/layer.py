@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rankwise.kernels.dropout import draw
 from rankwise.kernels.normed_pair.triton import normed_pair, row_stats
-from rankwise.kernels.sru.triton import Arrivals, Dropout, backward, forward
+from rankwise.kernels.sru.triton import Arrivals, backward, forward
 from rankwise.modules import Pair
 
 
@@ -73,9 +74,7 @@ class _Recurrence(torch.autograd.Function):
         eps: float | None,
         dropout: float,
     ) -> tuple[Tensor | None, ...]:
-        # drawn on the device, by the generator that a checkpoint keeps
-        seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=u_TBKD.device) if dropout > 0 else None
-        ctx.dropout = None if seed is None else Dropout(dropout, seed)
+        ctx.dropout = draw(dropout, u_TBKD.device)
         ctx.scale, ctx.c0_dtype = scale, c0_BD.dtype
         h_TBD, c_BD, states_TBD = forward(
             u_TBKD,

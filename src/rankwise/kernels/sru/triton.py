@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from rankwise.kernels.device import on
+from rankwise.kernels.dropout import Dropout
 from rankwise.kernels.sru import reference
 from rankwise.kernels.sru.triton_kernels import sru_bwd_kernel, sru_fwd_kernel
 
@@ -30,13 +31,6 @@ FORWARD, BACKWARD = Launch(256, 2, 4), Launch(256, 2, 3)
 
 `benchmarks/lm_speed.py kernels` compares others.
 """
-
-
-class Dropout(NamedTuple):
-    """Dropout of the output, drawn in the kernel from a number on the device."""
-
-    rate: float
-    seed: Tensor
 
 
 class Arrivals(NamedTuple):

@@ -10,15 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _kept(seed, offset, dropout):
-    """Whether a number survives dropout: a hash of its place, so that the backward pass finds the same answer."""
-    bits = offset.to(tl.uint32) ^ seed.to(tl.uint32)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    bits = bits ^ (bits >> 16)
-    return (bits >> 8).to(tl.float32) * (1.0 / 16777216.0) >= dropout
+from rankwise.kernels.dropout_kernels import kept
 
 
 @triton.jit
@@ -95,7 +87,7 @@ def sru_fwd_kernel(
             b_r *= b_m
         b_h = b_highway + b_r * (b_c - b_highway)
         if DROPS:
-            b_h = tl.where(_kept(seed, (i_t * B + i_b) * D + o_d, dropout), b_h / (1 - dropout), 0.0)
+            b_h = tl.where(kept(seed, (i_t * B + i_b) * D + o_d, dropout), b_h / (1 - dropout), 0.0)
         tl.store(p_h + i_row * D + o_d, b_h, mask=b_in)
     tl.store(p_c + i_b * D + o_d, b_c, mask=b_in)
 
@@ -191,8 +183,7 @@ def sru_bwd_kernel(
         if HAS_ROWS:
             b_g -= slope * (b_highway + b_open * b_change - mean)
         if DROPS:
-            kept = _kept(seed, (i_t * B + i_b) * D + o_d, dropout)
-            b_g = tl.where(kept, b_g / (1 - dropout), 0.0)
+            b_g = tl.where(kept(seed, (i_t * B + i_b) * D + o_d, dropout), b_g / (1 - dropout), 0.0)
 
         b_dhighway = b_g * (1 - b_open)
         b_dr = b_g * b_change

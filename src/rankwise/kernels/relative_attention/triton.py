@@ -1,0 +1,190 @@
+"""Relative attention in Triton: scores by content and their softmax never leave the chip.
+
+Scores by distance are one batched product, s = (q + w) r^T, of which the kernels read s_{i, S-1-d} where they need it:
+with M + i - j for d that is column j + T - 1 - i, so a row moves by one place from query to query, and no shifted copy
+is made. Shapes as in `reference.py`; N = B T.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rankwise.kernels.device import on
+from rankwise.kernels.relative_attention.triton_kernels import (
+    attention_bwd_keys_kernel,
+    attention_bwd_queries_kernel,
+    attention_delta_kernel,
+    attention_fwd_kernel,
+)
+
+
+class Launch(NamedTuple):
+    """How a kernel is cut into programs."""
+
+    block_t: int
+    block_s: int
+    num_warps: int
+    stages: int
+
+
+FORWARD, QUERIES, KEYS = Launch(128, 64, 4, 3), Launch(64, 64, 4, 3), Launch(64, 128, 8, 2)
+"""The fastest on an H200 for 22 x 8 heads of 64, 512 queries, 1024 keys: `benchmarks/lm_speed.py kernels`."""
+ROWS = 64
+"""Rows of one program that sums up dy y."""
+
+
+def fits(head_width: int) -> bool:
+    """Whether the kernels are made for such heads."""
+    return 16 <= head_width <= 128 and head_width & (head_width - 1) == 0
+
+
+def relative_attention(
+    qkv_BSJHE: Tensor,
+    r_SHE: Tensor,
+    content_bias_HE: Tensor,
+    position_bias_HE: Tensor,
+    num_queries: int,
+    window: int | None = None,
+) -> Tensor:
+    """`reference.relative_attention`."""
+    y_BTHE: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        qkv_BSJHE, r_SHE, content_bias_HE, position_bias_HE, num_queries, window
+    )
+    return y_BTHE
+
+
+class _Attention(torch.autograd.Function):
+    """The backward pass is written out: gradients of q, k and v go where they lay, without sums and copies between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BSJHE: Tensor,
+        r_SHE: Tensor,
+        content_bias_HE: Tensor,
+        position_bias_HE: Tensor,
+        num_queries: int,
+        window: int | None,
+    ) -> Tensor:
+        dtype = qkv_BSJHE.dtype
+        qkv_BSJHE, r_SHE = qkv_BSJHE.contiguous(), r_SHE.to(dtype)
+        q_BTHE = qkv_BSJHE[:, -num_queries:, 0]
+        position_NHE = (q_BTHE + position_bias_HE.to(dtype)).flatten(0, 1)
+        scores_HNS = torch.bmm(position_NHE.transpose(0, 1), r_SHE.permute(1, 2, 0))
+        y_BTHE, lse_BHT = forward(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window)
+        ctx.window, ctx.dtypes = window, (content_bias_HE.dtype, position_bias_HE.dtype)
+        ctx.save_for_backward(qkv_BSJHE, r_SHE, content_bias_HE, position_NHE, scores_HNS, y_BTHE, lse_BHT)
+        return y_BTHE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTHE: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_BSJHE, r_SHE, content_bias_HE, position_NHE, scores_HNS, y_BTHE, lse_BHT = ctx.saved_tensors
+        dqkv_BSJHE, dq_BTHE, dscores_HNS = backward(
+            dy_BTHE, qkv_BSJHE, content_bias_HE, scores_HNS, y_BTHE, lse_BHT, ctx.window
+        )
+        num_queries = dq_BTHE.shape[1]
+        dcontent_HE = dq_BTHE.sum((0, 1), dtype=torch.float32)
+        dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1))
+        # onto what came through the content
+        dq_BTHE.flatten(0, 1).transpose(0, 1).baddbmm_(dscores_HNS, r_SHE.transpose(0, 1))
+        dposition_HE = dq_BTHE.sum((0, 1), dtype=torch.float32) - dcontent_HE
+        dqkv_BSJHE[:, -num_queries:, 0] = dq_BTHE
+        content_dtype, position_dtype = ctx.dtypes
+        return (
+            dqkv_BSJHE,
+            dr_HSE.transpose(0, 1),
+            dcontent_HE.to(content_dtype),
+            dposition_HE.to(position_dtype),
+            None,
+            None,
+        )
+
+
+def forward(
+    qkv_BSJHE: Tensor,
+    content_bias_HE: Tensor,
+    scores_HNS: Tensor,
+    num_queries: int,
+    window: int | None,
+    launch: Launch = FORWARD,
+) -> tuple[Tensor, Tensor]:
+    """y, and the logarithm to base 2 of the sum of each softmax, (B, H, T)."""
+    size_B, _, _, size_H, width = qkv_BSJHE.shape
+    y_BTHE = qkv_BSJHE.new_empty(size_B, num_queries, size_H, width)
+    lse_BHT = qkv_BSJHE.new_empty(size_B, size_H, num_queries, dtype=torch.float32)
+    with on(qkv_BSJHE):
+        attention_fwd_kernel[(triton.cdiv(num_queries, launch.block_t), size_B * size_H)](
+            *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
+            y_BTHE,
+            lse_BHT,
+            **_constants(width, window, launch),
+        )
+    return y_BTHE, lse_BHT
+
+
+def backward(
+    dy_BTHE: Tensor,
+    qkv_BSJHE: Tensor,
+    content_bias_HE: Tensor,
+    scores_HNS: Tensor,
+    y_BTHE: Tensor,
+    lse_BHT: Tensor,
+    window: int | None,
+    queries: Launch = QUERIES,
+    keys: Launch = KEYS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of k and v, beside zeros for q; of q through the content; and of the scores by distance."""
+    size_B, num_queries, size_H, width = dy_BTHE.shape
+    num_keys = qkv_BSJHE.shape[1]
+    dy_BTHE = dy_BTHE.contiguous()
+    delta_BHT = torch.empty_like(lse_BHT)
+    dqkv, dq, dscores = torch.empty_like(qkv_BSJHE), torch.empty_like(dy_BTHE), torch.empty_like(scores_HNS)
+    dqkv[:, : num_keys - num_queries, 0] = 0
+    inputs = _inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window)
+    with on(qkv_BSJHE):
+        attention_delta_kernel[(triton.cdiv(num_queries, ROWS), size_B * size_H)](
+            dy_BTHE, y_BTHE, delta_BHT, num_queries, size_H, E=width, BLOCK_T=ROWS
+        )
+        attention_bwd_queries_kernel[(triton.cdiv(num_queries, queries.block_t), size_B * size_H)](
+            *inputs, dy_BTHE, lse_BHT, delta_BHT, dq, dscores, **_constants(width, window, queries)
+        )
+        attention_bwd_keys_kernel[(triton.cdiv(num_keys, keys.block_s), size_B * size_H)](
+            *inputs, dy_BTHE, lse_BHT, delta_BHT, dqkv, **_constants(width, window, keys)
+        )
+    return dqkv, dq, dscores
+
+
+def _inputs(
+    qkv_BSJHE: Tensor, content_bias_HE: Tensor, scores_HNS: Tensor, num_queries: int, window: int | None
+) -> tuple[Any, ...]:
+    """What all kernels read."""
+    size_B, num_keys, _, size_H, width = qkv_BSJHE.shape
+    return (
+        qkv_BSJHE,
+        content_bias_HE.contiguous(),
+        scores_HNS,
+        size_B,
+        num_queries,
+        num_keys,
+        size_H,
+        0 if window is None else window,
+        1 / math.sqrt(width),
+    )
+
+
+def _constants(width: int, window: int | None, launch: Launch) -> dict[str, Any]:
+    return {
+        "E": width,
+        "HAS_WINDOW": window is not None,
+        "BLOCK_T": launch.block_t,
+        "BLOCK_S": launch.block_s,
+        "STAGES": launch.stages,
+        "num_warps": launch.num_warps,
+    }
