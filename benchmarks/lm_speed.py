@@ -8,7 +8,7 @@ Each in bf16: dense, and gated with all, a fifth and a tenth of the components o
 loop     characters/s by `rankwise.training.fit`, with data, logging, clipping and gate updates, for `--seconds` a case
 step     medians of single steps by CUDA events, peak memory, and how long the host takes to issue a step
 profile  where the time of a step goes
-kernels  the recurrence of the SRU alone, and the bytes it moves per second, by block and warps
+kernels  the recurrence and the attention alone, by block, warps and stages
 
 Wants a GPU; `--tiny` shows on a CPU that it runs.
 """
@@ -259,22 +259,53 @@ def _below(event: torch.autograd.profiler_util.FunctionEvent | None, name: str) 
 
 
 def bench_kernels(bench: Bench) -> None:
-    if bench.tiny or bench.name != "sru" or not torch.cuda.is_available():
+    if bench.tiny or not torch.cuda.is_available():
         return
+    for name, launches, run in recurrences() if bench.name == "sru" else attentions():
+        with ThreadPoolExecutor(12) as pool:
+            fits = list(pool.map(partial(_fits, run), launches))
+        usable = [launch for launch, fit in zip(launches, fits, strict=True) if fit]
+        times = {launch: do_bench(partial(run, launch)) for launch in usable}
+        print(f"\n{name}: microseconds")
+        for launch, milliseconds in sorted(times.items(), key=lambda item: item[1])[:8]:
+            print(f"  {launch!s:<70} {1e3 * milliseconds:7.1f}")
+
+
+def _fits(run: Callable[[Any], object], launch: Any) -> bool:
+    """Whether the hardware has room for such blocks."""
+    try:
+        run(launch)
+    except Exception as error:
+        if "out of resource" not in str(error):
+            raise
+        return False
+    return True
+
+
+def do_bench(run: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
+    torch.cuda.synchronize()
+    milliseconds: float = do_bench(run, warmup=5, rep=30, return_mode="median")
+    return milliseconds
+
+
+def recurrences() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
     from rankwise.kernels.sru import triton as kernels
 
     steps, batch, width = 256, 64, 3056
     u = torch.randn(steps, batch, 3, width, device="cuda", dtype=torch.bfloat16)
-    x, dh, product = (torch.randn(steps, batch, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x, dh, product, states = (torch.randn(steps, batch, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     gates = torch.randn(2, width, device="cuda")
     c0 = torch.randn(batch, width, device="cuda")
     mask = torch.ones(batch, width, device="cuda")
     rows = [torch.randn(steps, batch, device="cuda") for _ in range(3)]
     arrivals = kernels.Arrivals(dh, None, product, (rows[0], rows[1], rows[2]))
-
-    states = torch.randn_like(x)
+    launches = [
+        kernels.Launch(block, warps, stages)
+        for block, warps in ((128, 2), (256, 2), (256, 4), (512, 4), (512, 8))
+        for stages in (3, 4, 6, 8)
+    ]
 
     def forward(launch: Any) -> Any:
         return kernels.forward(u, x, gates, gates, c0, mask, 1.0, keeps_states=True, launch=launch)
@@ -282,24 +313,47 @@ def bench_kernels(bench: Bench) -> None:
     def backward(launch: Any) -> Any:
         return kernels.backward(arrivals, u, x, gates, gates, states, mask, 1.0, launch=launch)
 
-    launches = [kernels.Launch(*launch) for launch in LAUNCHES]
-    for run, tensors in ((forward, 6), (backward, 11)):
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(run, launches))
-        torch.cuda.synchronize()
-        times = {launch: do_bench(partial(run, launch), warmup=5, rep=30, return_mode="median") for launch in launches}
-        print(f"\nrecurrence {run.__name__}: block, warps, stages: microseconds, TB/s")
-        for launch, milliseconds in sorted(times.items(), key=lambda item: item[1])[:9]:
-            print(
-                f"  {tuple(launch)!s:<24} {1e3 * milliseconds:7.1f} {x.numel() * 2 * tensors / 1e9 / milliseconds:6.2f}"
-            )
+    yield "recurrence forward", launches, forward
+    yield "recurrence backward", launches, backward
 
 
-LAUNCHES = [
-    (block, warps, stages)
-    for block, warps in ((128, 2), (256, 2), (256, 4), (512, 4), (512, 8))
-    for stages in (3, 4, 6, 8)
+BLOCKS = [
+    (64, 64, 4),
+    (64, 128, 4),
+    (64, 128, 8),
+    (128, 64, 4),
+    (128, 64, 8),
+    (128, 128, 8),
+    (128, 32, 4),
+    (32, 128, 4),
 ]
+
+
+def attentions() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
+    from rankwise.kernels.relative_attention import triton as kernels
+
+    batch, queries, keys, heads, width = 22, 512, 1024, 8, 64
+    qkv = torch.randn(batch, keys, 3, heads, width, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(batch, queries, heads, width, device="cuda", dtype=torch.bfloat16)
+    scores = torch.randn(heads, batch * queries, keys, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(heads, width, device="cuda")
+    y, lse = kernels.forward(qkv, bias, scores, queries, None)
+    launches = [
+        kernels.Launch(block_t, block_s, warps, stages) for block_t, block_s, warps in BLOCKS for stages in (1, 2, 3, 4)
+    ]
+
+    def forward(launch: Any) -> Any:
+        return kernels.forward(qkv, bias, scores, queries, None, launch)
+
+    def by_queries(launch: Any) -> Any:
+        return kernels.backward_queries(dy, qkv, bias, scores, y, lse, None, launch)
+
+    def by_keys(launch: Any) -> Any:
+        return kernels.backward_keys(dy, qkv, bias, scores, lse, lse, None, launch)
+
+    yield "attention forward", launches, forward
+    yield "attention backward by queries", launches, by_queries
+    yield "attention backward by keys", launches, by_keys
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,11 @@ from triton_cases import (
     some,
 )
 
-from rankwise.kernels import norm, relu
+from rankwise.kernels import embedding, linear, norm, relu
 from rankwise.kernels.relative_attention import reference
 from rankwise.models import transformer_xl as models
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.modules import Pair
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -106,6 +109,65 @@ def test_relu_drops_its_share_and_no_gradient_passes_there() -> None:
     assert abs(float(kept[x > 0].float().mean()) - 0.75) < 0.06
     want = outputs_and_gradients(lambda x: nn.functional.relu(x) * kept / 0.75, [x])
     assert_same(got, want, 1e-6)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (70, 5), (2500, 260)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from rankwise.kernels.linear_kernels import column_sums
+
+    x = torch.randn(shape).to(DEVICE, dtype)
+    torch.testing.assert_close(column_sums(x).double(), x.double().sum(0), rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "z"])
+@pytest.mark.parametrize("sizes", [(5, 7, 9, 3), (40, 24, 16, 8), (3, 1100, 30, 1)], ids=str)
+def test_a_pair_and_every_gradient_are_those_of_the_reference(
+    sizes: tuple[int, int, int, int], gated: bool, has_bias: bool
+) -> None:
+    from rankwise.kernels import pair
+
+    rows, inputs, outputs, kept = sizes
+    rank = 12
+    active = torch.randperm(rank)[:kept].sort().values.to(DEVICE)
+    tensors = [some(2, rows, inputs), some(rank, inputs), some(outputs, rank)]
+    tensors += [some(rank) if gated else None, some(outputs) if has_bias else None]
+
+    def fused(x: Tensor, q: Tensor, p: Tensor, z: Tensor | None, bias: Tensor | None) -> Tensor:
+        return pair._PairLinear.apply(x, q, p, z, active, bias, torch.float32)
+
+    def plain(x: Tensor, q: Tensor, p: Tensor, z: Tensor | None, bias: Tensor | None) -> Tensor:
+        return pair.reference(x, Pair(q, p, z, active), bias)
+
+    assert_same(outputs_and_gradients(fused, tensors), outputs_and_gradients(plain, tensors), 1e-5)
+
+
+@pytest.mark.skipif(not GPU, reason="half precision of a GPU")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("inputs, outputs", [(64, 48), (205, 33), (16, 205)])
+def test_a_linear_layer_in_half_precision_is_that_of_torch(inputs: int, outputs: int, has_bias: bool) -> None:
+    tensors = [some(3, 20, inputs), some(outputs, inputs), some(outputs) if has_bias else None]
+    with torch.autocast("cuda", torch.bfloat16):
+        got = outputs_and_gradients(linear.linear, tensors)
+    want = outputs_and_gradients(nn.functional.linear, tensors)
+    assert_same(got, {name: tensor.to(got[name].dtype) for name, tensor in want.items()}, BF16)
+
+
+@pytest.mark.skipif(not GPU, reason="half precision of a GPU")
+@pytest.mark.parametrize("words, width", [(204, 512), (205, 205), (3, 1)])
+def test_a_look_up_in_half_precision_is_that_of_torch(words: int, width: int) -> None:
+    table = nn.Embedding(words, width, device=DEVICE)
+    index = torch.randint(words, (4, 300), device=DEVICE)
+
+    def run(look_up: Callable[[], Tensor]) -> dict[str, Tensor]:
+        return outputs_and_gradients(lambda weight: look_up(), [table.weight])
+
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run(lambda: embedding.call(table, index))
+    assert_same(got, run(lambda: table(index)), BF16)
 
 
 @kernels

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import CostCurve
 from rankwise.core.exports import DenseExport, Export, LowRankExport, SelectedExport
 from rankwise.core.gates import Gate
-from rankwise.kernels.linear import linear
+from rankwise.kernels.pair import pair_linear
 from rankwise.modules import Pair
 
 
@@ -82,15 +82,7 @@ class FactorizedMatrix(GatedMatrix):
         return factorized_curve(self.shape, self.gate.num_components)
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
-        z_R, active = self.gate()
-        p_OR: Tensor = self.p
-        q_RI: Tensor = self.q
-        if active is not None:
-            p_OR, q_RI = p_OR.index_select(1, active), q_RI.index_select(0, active)
-            z_R = None if z_R is None else z_R.index_select(0, active)
-        # z times Q, and not times what Q gives: of those there are as many as words in a batch
-        q_RI = q_RI if z_R is None else _scale(q_RI, z_R.unsqueeze(1))
-        return linear(linear(x_BI, q_RI), p_OR, bias_O)
+        return pair_linear(x_BI, self.pair(), bias_O)
 
     def pair(self) -> Pair:
         return Pair(self.q, self.p, *self.gate())

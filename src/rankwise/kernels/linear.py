@@ -1,17 +1,22 @@
-"""Matrix products in the shapes that tensor cores are fast at.
+"""Matrix products on a GPU in half precision: in the shapes that tensor cores are fast at, with an explicit backward.
 
-In half precision a GPU multiplies matrices several times slower when their rows are no multiple of 16 bytes, such as
-the 205 characters of enwik8. Here they are filled up with zeros first.
+A GPU multiplies matrices several times slower when their rows are no multiple of 16 bytes, such as the 205 characters
+of enwik8: they are filled up with zeros first. Gradients of weights are summed up and written in float32, so that
+nothing is cast after the product.
 
-Shapes: B = any batch dimensions, I = inputs, O = outputs.
+Shapes: B = any batch dimensions, N = their product, I = inputs, O = outputs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from rankwise.kernels.device import can_fuse
 from rankwise.modules import is_observed
 
 MULTIPLE = 8
@@ -22,16 +27,59 @@ def linear(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     """`F.linear`; x is multiplied as it lies in memory, time first or batch first."""
     if x_BI.dim() == 3 and not x_BI.is_contiguous() and x_BI.transpose(0, 1).is_contiguous():
         return linear(x_BI.transpose(0, 1), weight_OI, bias_O).transpose(0, 1)
+    if (dtype := half_dtype(x_BI)) is None:
+        return F.linear(x_BI, weight_OI, bias_O)
     num_outputs, num_inputs = weight_OI.shape
     more_out, more_in = -num_outputs % MULTIPLE, -num_inputs % MULTIPLE
-    if not (more_out or more_in) or (dtype := half_dtype(x_BI)) is None:
-        return F.linear(x_BI, weight_OI, bias_O)
-    x_BI = F.pad(x_BI.to(dtype), (0, more_in)) if more_in else x_BI
-    weight_OI = F.pad(weight_OI.to(dtype), (0, more_in, 0, more_out))
-    if not more_out:
-        return F.linear(x_BI, weight_OI, bias_O)
-    bias_O = None if bias_O is None else F.pad(bias_O.to(dtype), (0, more_out))
-    return F.linear(x_BI, weight_OI, bias_O)[..., :num_outputs]
+    if more_in:
+        x_BI = F.pad(x_BI.to(dtype), (0, more_in))
+    if more_in or more_out:
+        weight_OI = F.pad(weight_OI, (0, more_in, 0, more_out))
+        bias_O = None if bias_O is None else F.pad(bias_O, (0, more_out))
+    if can_fuse(x_BI) and weight_OI.dtype == torch.float32:
+        y_BO: Tensor = _Linear.apply(x_BI, weight_OI, bias_O, dtype)  # type: ignore[no-untyped-call]
+    else:
+        y_BO = F.linear(x_BI, weight_OI, bias_O)
+    return y_BO[..., :num_outputs] if more_out else y_BO
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + bias of parameters in float32, computed in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+        x_NI, w_OI = x_BI.to(dtype).reshape(-1, x_BI.shape[-1]), weight_OI.to(dtype)
+        ctx.save_for_backward(x_NI, w_OI)
+        ctx.shape, ctx.x_dtype = x_BI.shape, x_BI.dtype
+        y_NO = F.linear(x_NI, w_OI, None if bias_O is None else bias_O.to(dtype))
+        return y_NO.view(*x_BI.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, w_OI = ctx.saved_tensors
+        dy_NO = dy_BO.reshape(-1, dy_BO.shape[-1])
+        dx = (dy_NO @ w_OI).view(ctx.shape).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        dweight = product(dy_NO.t(), x_NI) if ctx.needs_input_grad[1] else None
+        return dx, dweight, column_sums(dy_NO) if ctx.needs_input_grad[2] else None, None
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y in float32 at least."""
+    if x.dtype.itemsize > 2:
+        return x @ y
+    if x.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(x, y, out_dtype=torch.float32)
+    return (x @ y).float()
+
+
+def column_sums(x_NO: Tensor) -> Tensor:
+    """The sum of every column, in float32."""
+    if not can_fuse(x_NO):
+        return x_NO.sum(0, dtype=torch.float32)
+    from rankwise.kernels.linear_kernels import column_sums
+
+    return column_sums(x_NO)
 
 
 def call(module: nn.Module, x_BI: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.kernels import linear, norm
+from rankwise.kernels import embedding, linear, norm
 from rankwise.kernels.device import can_fuse
 from rankwise.kernels.sru import sru
 from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
@@ -296,7 +296,7 @@ class SRULanguageModel(nn.Module):
 
     def hidden(self, tokens_BT: Tensor | WordSplit, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
-        e_BTE = self.dropout(self.embedding(tokens_BT))
+        e_BTE = self.dropout(embedding.call(self.embedding, tokens_BT))
         dropout = self.dropout.p if self.dropout.training else 0.0
         h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD, dropout=dropout)
         return h_TBD.transpose(0, 1), state_LBD

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.kernels import norm, relu
+from rankwise.kernels import embedding, linear, norm, relu
 from rankwise.kernels.device import can_fuse
 from rankwise.kernels.linear import half_dtype
 
@@ -112,7 +112,7 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
         num_queries = positions.mask_TL.shape[0]
-        qkv_BSA: Tensor = self.qkv(x_BSD)
+        qkv_BSA = linear.call(self.qkv, x_BSD)
         if self._can_fuse(qkv_BSA):
             return self._fused(qkv_BSA, positions)
         q_BSA, k_BSA, v_BSA = qkv_BSA.chunk(3, dim=-1)
@@ -149,14 +149,13 @@ class RelativeAttention(nn.Module):
 
         y_BTHE = relative_attention(
             qkv_BSA.view(*qkv_BSA.shape[:2], 3, self.num_heads, self.head_width),
-            self.heads(self.position(positions.sinusoid_LD[1:])),
+            self.heads(linear.call(self.position, positions.sinusoid_LD[1:])),
             self.heads(positions.content_bias_A),
             self.heads(positions.position_bias_A),
             positions.mask_TL.shape[0],
             positions.window,
         )
-        y_BTD: Tensor = self.out(y_BTHE.flatten(2))
-        return y_BTD
+        return linear.call(self.out, y_BTHE.flatten(2))
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
@@ -173,8 +172,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.second(relu.call(self.first(x_BTD), self.dropout))
-        return y_BTD
+        return linear.call(self.second, relu.call(linear.call(self.first, x_BTD), self.dropout))
 
 
 class TransformerXLLayer(nn.Module):
@@ -232,7 +230,7 @@ class TransformerXL(nn.Module):
     def forward(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, Memory]:
         """Logits (B, T, V) of the next word after each token, and the memory to give with the next segment."""
         num_remembered = self._num_remembered(tokens_BT, memory)
-        h_BTD = self.dropout(self.embedding(tokens_BT) * math.sqrt(self.config.width))
+        h_BTD = self.dropout(embedding.call(self.embedding, tokens_BT) * math.sqrt(self.config.width))
         if can_fuse(h_BTD):
             h_BTD = h_BTD.to(half_dtype(h_BTD) or h_BTD.dtype)
         positions = self._positions(num_remembered, h_BTD)
@@ -243,8 +241,7 @@ class TransformerXL(nn.Module):
             kept = h_BTD if h_BTD.shape[1] >= self.config.memory_length else h_BSD
             new_memory.append(kept.detach()[:, max(kept.shape[1] - self.config.memory_length, 0) :])
             h_BTD = layer(h_BTD, h_BSD, positions)
-        logits_BTV: Tensor = self.head(self.dropout(h_BTD))
-        return logits_BTV, tuple(new_memory)
+        return linear.call(self.head, self.dropout(h_BTD)), tuple(new_memory)
 
     def _positions(self, num_remembered: int, h_BTD: Tensor) -> Positions:
         config, num_queries = self.config, h_BTD.shape[1]

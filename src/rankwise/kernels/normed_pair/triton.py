@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
+from rankwise.kernels.linear import product
+from rankwise.kernels.linear_kernels import put_columns, select_columns
 from rankwise.kernels.normed_pair import reference
 from rankwise.kernels.normed_pair.triton_kernels import (
     fold_bwd_columns_kernel,
@@ -77,7 +79,7 @@ class _NormedPair(torch.autograd.Function):
     ) -> Tensor:
         x_ND, q_RD = x_ND.contiguous(), q_RD.contiguous()
         c_RD, t_R = _fold(q_RD, gamma_D, beta_D, z_R, active, x_ND.dtype)
-        kept_OR = (p_OR if active is None else p_OR.index_select(1, active)).to(x_ND.dtype)
+        kept_OR = p_OR.to(x_ND.dtype) if active is None else select_columns(p_OR, active, x_ND.dtype)
         y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
         ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR)
         return y_NR @ kept_OR.t()
@@ -86,11 +88,11 @@ class _NormedPair(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, du_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
-        dp_OR = (du_NO.t() @ y_NR).to(p_OR.dtype)
+        dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
         if active is not None:
-            dp_OR = torch.zeros_like(p_OR).index_copy_(1, active, dp_OR)
+            dp_OR = put_columns(dp_OR, p_OR, active)
         dy_NR, drstd_N, dt_R = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
-        dq, dgamma, dbeta, dz = _fold_bwd(dy_NR.t() @ x_ND, dt_R, q_RD, gamma_D, beta_D, z_R, active)
+        dq, dgamma, dbeta, dz = _fold_bwd(product(dy_NR.t(), x_ND), dt_R, q_RD, gamma_D, beta_D, z_R, active)
         return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
+from rankwise.kernels.linear_kernels import column_sums
 from rankwise.kernels.relative_attention.triton_kernels import (
     attention_bwd_keys_kernel,
     attention_bwd_queries_kernel,
@@ -33,7 +34,7 @@ class Launch(NamedTuple):
     stages: int
 
 
-FORWARD, QUERIES, KEYS = Launch(128, 64, 4, 3), Launch(64, 64, 4, 3), Launch(64, 128, 8, 2)
+FORWARD, QUERIES, KEYS = Launch(64, 64, 4, 1), Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)
 """The fastest on an H200 for 22 x 8 heads of 64, 512 queries, 1024 keys: `benchmarks/lm_speed.py kernels`."""
 ROWS = 64
 """Rows of one program that sums up dy y."""
@@ -86,22 +87,24 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTHE: Tensor) -> tuple[Tensor | None, ...]:
         qkv_BSJHE, r_SHE, content_bias_HE, position_NHE, scores_HNS, y_BTHE, lse_BHT = ctx.saved_tensors
-        dqkv_BSJHE, dq_BTHE, dscores_HNS = backward(
-            dy_BTHE, qkv_BSJHE, content_bias_HE, scores_HNS, y_BTHE, lse_BHT, ctx.window
-        )
+        dy_BTHE = dy_BTHE.contiguous()
+        inputs = (dy_BTHE, qkv_BSJHE, content_bias_HE, scores_HNS)
+        dq_BTHE, dscores_HNS, delta_BHT = backward_queries(*inputs, y_BTHE, lse_BHT, ctx.window)
+        dqkv_BSJHE = backward_keys(*inputs, lse_BHT, delta_BHT, ctx.window)
         num_queries = dq_BTHE.shape[1]
-        dcontent_HE = dq_BTHE.sum((0, 1), dtype=torch.float32)
-        dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1))
+        dcontent_A = column_sums(dq_BTHE.flatten(0, 1).flatten(1))
+        scale = 1 / math.sqrt(dq_BTHE.shape[3])
+        dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1)).mul_(scale)
         # onto what came through the content
-        dq_BTHE.flatten(0, 1).transpose(0, 1).baddbmm_(dscores_HNS, r_SHE.transpose(0, 1))
-        dposition_HE = dq_BTHE.sum((0, 1), dtype=torch.float32) - dcontent_HE
+        dq_BTHE.flatten(0, 1).transpose(0, 1).baddbmm_(dscores_HNS, r_SHE.transpose(0, 1), alpha=scale)
+        dposition_A = column_sums(dq_BTHE.flatten(0, 1).flatten(1)) - dcontent_A
         dqkv_BSJHE[:, -num_queries:, 0] = dq_BTHE
         content_dtype, position_dtype = ctx.dtypes
         return (
             dqkv_BSJHE,
             dr_HSE.transpose(0, 1),
-            dcontent_HE.to(content_dtype),
-            dposition_HE.to(position_dtype),
+            dcontent_A.view(content_bias_HE.shape).to(content_dtype),
+            dposition_A.view(content_bias_HE.shape).to(position_dtype),
             None,
             None,
         )
@@ -129,7 +132,7 @@ def forward(
     return y_BTHE, lse_BHT
 
 
-def backward(
+def backward_queries(
     dy_BTHE: Tensor,
     qkv_BSJHE: Tensor,
     content_bias_HE: Tensor,
@@ -137,28 +140,52 @@ def backward(
     y_BTHE: Tensor,
     lse_BHT: Tensor,
     window: int | None,
-    queries: Launch = QUERIES,
-    keys: Launch = KEYS,
+    launch: Launch = QUERIES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of k and v, beside zeros for q; of q through the content; and of the scores by distance."""
+    """Gradients of q through the content and of the scaled scores by distance; and dy y of each query, (B, H, T)."""
     size_B, num_queries, size_H, width = dy_BTHE.shape
-    num_keys = qkv_BSJHE.shape[1]
-    dy_BTHE = dy_BTHE.contiguous()
-    delta_BHT = torch.empty_like(lse_BHT)
-    dqkv, dq, dscores = torch.empty_like(qkv_BSJHE), torch.empty_like(dy_BTHE), torch.empty_like(scores_HNS)
-    dqkv[:, : num_keys - num_queries, 0] = 0
-    inputs = _inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window)
-    with on(qkv_BSJHE):
+    delta_BHT, dq_BTHE, dscores_HNS = (torch.empty_like(t) for t in (lse_BHT, dy_BTHE, scores_HNS))
+    with on(dy_BTHE):
         attention_delta_kernel[(triton.cdiv(num_queries, ROWS), size_B * size_H)](
             dy_BTHE, y_BTHE, delta_BHT, num_queries, size_H, E=width, BLOCK_T=ROWS
         )
-        attention_bwd_queries_kernel[(triton.cdiv(num_queries, queries.block_t), size_B * size_H)](
-            *inputs, dy_BTHE, lse_BHT, delta_BHT, dq, dscores, **_constants(width, window, queries)
+        attention_bwd_queries_kernel[(triton.cdiv(num_queries, launch.block_t), size_B * size_H)](
+            *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
+            dy_BTHE,
+            lse_BHT,
+            delta_BHT,
+            dq_BTHE,
+            dscores_HNS,
+            **_constants(width, window, launch),
         )
-        attention_bwd_keys_kernel[(triton.cdiv(num_keys, keys.block_s), size_B * size_H)](
-            *inputs, dy_BTHE, lse_BHT, delta_BHT, dqkv, **_constants(width, window, keys)
+    return dq_BTHE, dscores_HNS, delta_BHT
+
+
+def backward_keys(
+    dy_BTHE: Tensor,
+    qkv_BSJHE: Tensor,
+    content_bias_HE: Tensor,
+    scores_HNS: Tensor,
+    lse_BHT: Tensor,
+    delta_BHT: Tensor,
+    window: int | None,
+    launch: Launch = KEYS,
+) -> Tensor:
+    """Gradients of k and v, beside zeros for the queries of the memory; those of the segment are left open."""
+    size_B, num_queries, size_H, width = dy_BTHE.shape
+    num_keys = qkv_BSJHE.shape[1]
+    dqkv_BSJHE = torch.empty_like(qkv_BSJHE)
+    dqkv_BSJHE[:, : num_keys - num_queries, 0] = 0
+    with on(dy_BTHE):
+        attention_bwd_keys_kernel[(triton.cdiv(num_keys, launch.block_s), size_B * size_H)](
+            *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
+            dy_BTHE,
+            lse_BHT,
+            delta_BHT,
+            dqkv_BSJHE,
+            **_constants(width, window, launch),
         )
-    return dqkv, dq, dscores
+    return dqkv_BSJHE
 
 
 def _inputs(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _dot(b_x, b_y):
@@ -40,10 +42,28 @@ def _seen(o_t, o_s, T, S, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _load_positions(p_scores, o_t, o_s, b_seen, T, S):
-    """Scores by distance of the queries o_t for the keys o_s."""
-    o_place = o_t[:, None] * (S - 1) + (T - 1) + o_s[None, :]
-    return tl.load(p_scores + o_place, mask=b_seen, other=0.0).to(tl.float32)
+def _scores(b_q, b_k, p_places, o_s, b_seen, MASKED: tl.constexpr):
+    """Scores before they are scaled down; `p_places` are those by distance, for a key 0 of each query."""
+    if MASKED:
+        b_positions = tl.load(p_places + o_s[None, :], mask=b_seen, other=0.0)
+    else:
+        b_positions = tl.load(p_places + o_s[None, :])
+    return _dot(b_q, tl.trans(b_k)) + b_positions.to(tl.float32)
+
+
+@triton.jit
+def _places(p_scores, o_t, T, S):
+    """Where scores by distance lie for key 0, by query; beyond the last query those of the last."""
+    return p_scores + (tl.minimum(o_t, T - 1) * (S - 1) + (T - 1))[:, None]
+
+
+@triton.jit
+def _num_whole(T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Keys, in whole blocks, that every query of this program sees: no mask is needed for them."""
+    if HAS_WINDOW:
+        return 0
+    else:
+        return (S - T + tl.program_id(0) * BLOCK_T + 1) // BLOCK_S * BLOCK_S
 
 
 @triton.jit
@@ -57,6 +77,47 @@ def _heads_of(p_qkv, i_b, i_h, T, S, H, E: tl.constexpr):
     """Where the queries, keys and values of a head begin; their rows are 3 H E apart."""
     p_head = p_qkv + (i_b * S * 3 * H + i_h) * E
     return p_head + tl.cast(S - T, tl.int64) * 3 * H * E, p_head + H * E, p_head + 2 * H * E
+
+
+@triton.jit
+def _attend(
+    b_q,
+    p_k,
+    p_v,
+    p_places,
+    i_s,
+    o_t,
+    o_e,
+    b_max,
+    b_sum,
+    b_y,
+    scale,
+    T,
+    S,
+    H,
+    window,
+    E: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Take one block of keys into the softmax: its largest score so far, its sum, and the sum of values."""
+    o_s = i_s + tl.arange(0, BLOCK_S)
+    b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
+    b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
+    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
+    b_s = _scores(b_q, b_k, p_places, o_s, b_seen, MASKED)
+    if MASKED:
+        b_s = tl.where(b_seen, b_s, -1e30)
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s * (scale * LOG2_E) - (b_new * (scale * LOG2_E))[:, None])
+    if HAS_WINDOW:
+        # a block may hide every key from a query, and then all its scores are the same
+        b_p = tl.where(b_seen, b_p, 0.0)
+    b_less = tl.exp2((b_max - b_new) * (scale * LOG2_E))
+    b_sum = b_sum * b_less + tl.sum(b_p, 1)
+    b_y = b_y * b_less[:, None] + _dot(b_p.to(b_v.dtype), b_v)
+    return b_new, b_sum, b_y
 
 
 @triton.jit
@@ -84,32 +145,43 @@ def attention_fwd_kernel(
     o_e = tl.arange(0, E)
     b_q = _load_queries(p_q, p_bias + i_h * E, o_t, o_e, 3 * H * E, T)
     p_scores += (i_h * B + i_b) * T * S
-    scale_2 = scale * 1.4426950408889634
+    p_places = _places(p_scores, o_t, T, S)
     b_max = tl.full([BLOCK_T], -1e30, dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_T], dtype=tl.float32)
     b_y = tl.zeros([BLOCK_T, E], dtype=tl.float32)
     last = tl.minimum(S, S - T + (tl.program_id(0) + 1) * BLOCK_T)
-    for i_s in tl.range(0, last, BLOCK_S, num_stages=STAGES):
-        o_s = i_s + tl.arange(0, BLOCK_S)
-        b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
-        b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
-        b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
-        b_s = _dot(b_q, tl.trans(b_k)) + _load_positions(p_scores, o_t, o_s, b_seen, T, S)
-        b_s = tl.where(b_seen, b_s * scale_2, -1e30)
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        if HAS_WINDOW:
-            # a block may hide every key from a query, and then all its scores are the same
-            b_p = tl.where(b_seen, b_p, 0.0)
-        b_less = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_less + tl.sum(b_p, 1)
-        b_y = b_y * b_less[:, None] + _dot(b_p.to(b_v.dtype), b_v)
-        b_max = b_new
+    whole = _num_whole(T, S, BLOCK_T, BLOCK_S, HAS_WINDOW)
+    for i_s in tl.range(0, whole, BLOCK_S, num_stages=STAGES):
+        b_max, b_sum, b_y = _attend(
+            b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, window, E, False, False, BLOCK_S
+        )
+    for i_s in tl.range(whole, last, BLOCK_S, num_stages=STAGES):
+        b_max, b_sum, b_y = _attend(
+            b_q,
+            p_k,
+            p_v,
+            p_places,
+            i_s,
+            o_t,
+            o_e,
+            b_max,
+            b_sum,
+            b_y,
+            scale,
+            T,
+            S,
+            H,
+            window,
+            E,
+            True,
+            HAS_WINDOW,
+            BLOCK_S,
+        )
     # rows beyond the last query have seen nothing
     b_sum = tl.where(o_t < T, b_sum, 1.0)
     b_y = b_y / b_sum[:, None]
     tl.store(p_y + ((i_b * T + o_t[:, None]) * H + i_h) * E + o_e[None, :], b_y, mask=(o_t < T)[:, None])
-    tl.store(p_lse + (i_b * H + i_h) * T + o_t, b_max + tl.log2(b_sum), mask=o_t < T)
+    tl.store(p_lse + (i_b * H + i_h) * T + o_t, b_max * (scale * LOG2_E) + tl.log2(b_sum), mask=o_t < T)
 
 
 @triton.jit
@@ -125,12 +197,50 @@ def attention_delta_kernel(p_dy, p_y, p_delta, T, H, E: tl.constexpr, BLOCK_T: t
 
 
 @triton.jit
-def _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_scores, o_t, o_s, b_seen, T, S, scale):
-    """P, and the gradient of scores before they are scaled down."""
-    b_s = _dot(b_q, tl.trans(b_k)) + _load_positions(p_scores, o_t, o_s, b_seen, T, S)
-    b_p = tl.exp2(tl.where(b_seen, b_s * (scale * 1.4426950408889634) - b_lse[:, None], -1e30))
-    b_dp = _dot(b_dy, tl.trans(b_v))
-    return b_p, b_p * (b_dp - b_delta[:, None]) * scale
+def _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED: tl.constexpr):
+    """P, and the gradient of the scores after they are scaled down."""
+    b_s = _scores(b_q, b_k, p_places, o_s, b_seen, MASKED) * (scale * LOG2_E) - b_lse[:, None]
+    if MASKED:
+        b_s = tl.where(b_seen, b_s, -1e30)
+    b_p = tl.exp2(b_s)
+    return b_p, b_p * (_dot(b_dy, tl.trans(b_v)) - b_delta[:, None])
+
+
+@triton.jit
+def _slope_of_queries(
+    b_q,
+    b_dy,
+    b_lse,
+    b_delta,
+    b_dq,
+    p_k,
+    p_v,
+    p_places,
+    p_dplaces,
+    i_s,
+    o_t,
+    o_e,
+    scale,
+    T,
+    S,
+    H,
+    window,
+    E: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Add what one block of keys says of the queries, and write the gradient of its scores by distance."""
+    o_s = i_s + tl.arange(0, BLOCK_S)
+    b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
+    b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
+    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
+    _, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
+    b_ds = b_ds.to(b_k.dtype)
+    # where a window hides a key too: the place is one of this row
+    b_stored = _seen(o_t, o_s, T, S, window, False) if MASKED else (o_t < T)[:, None]
+    tl.store(p_dplaces + o_s[None, :], b_ds, mask=b_stored)
+    return b_dq + _dot(b_ds, b_k)
 
 
 @triton.jit
@@ -177,18 +287,60 @@ def attention_bwd_queries_kernel(
     b_delta = tl.load(p_delta + o_bht, mask=o_t < T, other=0.0)
     b_dq = tl.zeros([BLOCK_T, E], dtype=tl.float32)
     last = tl.minimum(S, S - T + (tl.program_id(0) + 1) * BLOCK_T)
-    for i_s in tl.range(0, last, BLOCK_S, num_stages=STAGES):
-        o_s = i_s + tl.arange(0, BLOCK_S)
-        b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
-        b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
-        b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
-        _, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_scores, o_t, o_s, b_seen, T, S, scale)
-        b_ds = b_ds.to(b_k.dtype)
-        o_place = o_t[:, None] * (S - 1) + (T - 1) + o_s[None, :]
-        # also where a window hides a key: the place is one of this row
-        tl.store(p_dscores + o_place, b_ds, mask=_seen(o_t, o_s, T, S, window, False))
-        b_dq += _dot(b_ds, b_k)
+    p_places, p_dplaces = _places(p_scores, o_t, T, S), _places(p_dscores, o_t, T, S)
+    whole = _num_whole(T, S, BLOCK_T, BLOCK_S, HAS_WINDOW)
+    for i_s in tl.range(0, whole, BLOCK_S, num_stages=STAGES):
+        b_dq = _slope_of_queries(
+            b_q, b_dy, b_lse, b_delta, b_dq, p_k, p_v, p_places, p_dplaces, i_s, o_t, o_e, scale, T, S, H, window,
+            E, False, False, BLOCK_S,
+        )  # fmt: skip
+    for i_s in tl.range(whole, last, BLOCK_S, num_stages=STAGES):
+        b_dq = _slope_of_queries(
+            b_q, b_dy, b_lse, b_delta, b_dq, p_k, p_v, p_places, p_dplaces, i_s, o_t, o_e, scale, T, S, H, window,
+            E, True, HAS_WINDOW, BLOCK_S,
+        )  # fmt: skip
+    b_dq *= scale
     tl.store(p_dq + o_rows + o_t[:, None] * H * E + o_e[None, :], b_dq, mask=(o_t < T)[:, None])
+
+
+@triton.jit
+def _slope_of_keys(
+    b_k,
+    b_v,
+    b_dk,
+    b_dv,
+    p_q,
+    p_bias,
+    p_dy,
+    p_lse,
+    p_delta,
+    p_scores,
+    i_t,
+    o_s,
+    o_e,
+    scale,
+    T,
+    S,
+    H,
+    window,
+    E: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Add what one block of queries says of keys and values."""
+    o_t = i_t + tl.arange(0, BLOCK_T)
+    b_q = _load_queries(p_q, p_bias, o_t, o_e, 3 * H * E, T)
+    b_dy = _load_rows(p_dy, o_t, o_e, H * E, T)
+    # beyond the last query nothing is open
+    b_lse = tl.load(p_lse + o_t, mask=o_t < T, other=1e30)
+    b_delta = tl.load(p_delta + o_t, mask=o_t < T, other=0.0)
+    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
+    p_places = _places(p_scores, o_t, T, S)
+    b_p, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
+    b_dv += _dot(tl.trans(b_p.to(b_dy.dtype)), b_dy)
+    b_dk += _dot(tl.trans(b_ds.to(b_q.dtype)), b_q)
+    return b_dk, b_dv
 
 
 @triton.jit
@@ -224,18 +376,23 @@ def attention_bwd_keys_kernel(
     b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
     b_dk = tl.zeros([BLOCK_S, E], dtype=tl.float32)
     b_dv = tl.zeros([BLOCK_S, E], dtype=tl.float32)
-    # queries before see none of these keys
-    first = tl.maximum(tl.program_id(0) * BLOCK_S - (S - T), 0) // BLOCK_T * BLOCK_T
-    for i_t in tl.range(first, T, BLOCK_T, num_stages=STAGES):
-        o_t = i_t + tl.arange(0, BLOCK_T)
-        b_q = _load_queries(p_q, p_bias + i_h * E, o_t, o_e, 3 * H * E, T)
-        b_dy = _load_rows(p_dy, o_t, o_e, H * E, T)
-        b_lse = tl.load(p_lse + o_t, mask=o_t < T, other=0.0)
-        b_delta = tl.load(p_delta + o_t, mask=o_t < T, other=0.0)
-        b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
-        b_p, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_scores, o_t, o_s, b_seen, T, S, scale)
-        b_dv += _dot(tl.trans(b_p.to(b_dy.dtype)), b_dy)
-        b_dk += _dot(tl.trans(b_ds.to(b_q.dtype)), b_q)
+    # queries before see none of these keys; from `whole` on they see all of them
+    i_s = tl.program_id(0) * BLOCK_S
+    first = tl.maximum(i_s - (S - T), 0) // BLOCK_T * BLOCK_T
+    whole = tl.minimum(tl.cdiv(tl.maximum(i_s + BLOCK_S - 1 - (S - T), 0), BLOCK_T) * BLOCK_T, T)
+    if HAS_WINDOW or i_s + BLOCK_S > S:
+        whole = tl.cdiv(T, BLOCK_T) * BLOCK_T
+    for i_t in tl.range(first, whole, BLOCK_T, num_stages=STAGES):
+        b_dk, b_dv = _slope_of_keys(
+            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, i_t, o_s, o_e, scale, T, S, H,
+            window, E, True, HAS_WINDOW, BLOCK_T,
+        )  # fmt: skip
+    for i_t in tl.range(whole, T, BLOCK_T, num_stages=STAGES):
+        b_dk, b_dv = _slope_of_keys(
+            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, i_t, o_s, o_e, scale, T, S, H,
+            window, E, False, False, BLOCK_T,
+        )  # fmt: skip
+    b_dk *= scale
     _, p_dk, p_dv = _heads_of(p_dqkv, i_b, i_h, T, S, H, E)
     o_rows = o_s[:, None] * 3 * H * E + o_e[None, :]
     tl.store(p_dk + o_rows, b_dk, mask=(o_s < S)[:, None])

@@ -1,0 +1,146 @@
+"""The kernels of `linear.py` and `pair.py`: sums of columns; components picked out of a pair, and put back.
+
+Shapes: N = rows, D = width, O = outputs, I = inputs, R = components, K = those that take part.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.device import on
+
+SPLITS = 64
+"""Parts of the rows that are summed up by programs of their own."""
+
+
+@triton.jit
+def column_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_n in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+        o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
+        b_in = (o_n < N)[:, None] & (o_d < D)[None, :]
+        b_sum += tl.sum(tl.load(p_x + o_n[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32), 0)
+    tl.store(p_sums + tl.program_id(1) * D + o_d, b_sum, mask=o_d < D)
+
+
+@triton.jit
+def select_rows_kernel(p_q, p_z, p_active, p_c, D, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
+    """C = (z Q)[active]."""
+    i_k = tl.program_id(0)
+    i_r = tl.load(p_active + i_k)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_q = tl.load(p_q + i_r * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    if HAS_Z:
+        b_q *= tl.load(p_z + i_r).to(tl.float32)
+    tl.store(p_c + tl.cast(i_k, tl.int64) * D + o_d, b_q, mask=o_d < D)
+
+
+@triton.jit
+def put_rows_kernel(p_dc, p_q, p_z, p_active, p_dq, p_dz, D, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
+    """dQ[active] = z dC, dz[active] = the sums of Q dC over rows."""
+    i_k = tl.program_id(0)
+    i_r = tl.load(p_active + i_k)
+    z = tl.load(p_z + i_r).to(tl.float32) if HAS_Z else 1.0
+    b_dz = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_d in range(0, D, BLOCK_D):
+        o_d = i_d + tl.arange(0, BLOCK_D)
+        b_dc = tl.load(p_dc + tl.cast(i_k, tl.int64) * D + o_d, mask=o_d < D, other=0.0)
+        if HAS_Z:
+            b_dz += b_dc * tl.load(p_q + i_r * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        tl.store(p_dq + i_r * D + o_d, b_dc * z, mask=o_d < D)
+    if HAS_Z:
+        tl.store(p_dz + i_r, tl.sum(b_dz, 0))
+
+
+@triton.jit
+def select_columns_kernel(p_p, p_active, p_kept, N, R, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """P[:, active]."""
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    o_r = tl.load(p_active + o_k, mask=o_k < K, other=0)
+    b_in = (o_n < N)[:, None] & (o_k < K)[None, :]
+    b_p = tl.load(p_p + o_n[:, None] * R + o_r[None, :], mask=b_in, other=0.0)
+    tl.store(p_kept + o_n[:, None] * K + o_k[None, :], b_p, mask=b_in)
+
+
+@triton.jit
+def put_columns_kernel(p_dkept, p_active, p_dp, N, R, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """dP[:, active] = dkept."""
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    o_r = tl.load(p_active + o_k, mask=o_k < K, other=0)
+    b_in = (o_n < N)[:, None] & (o_k < K)[None, :]
+    b_dkept = tl.load(p_dkept + o_n[:, None] * K + o_k[None, :], mask=b_in, other=0.0)
+    tl.store(p_dp + o_n[:, None] * R + o_r[None, :], b_dkept, mask=b_in)
+
+
+def column_sums(x_NO: Tensor) -> Tensor:
+    """The sum of every column, in float32."""
+    x_NO = x_NO.contiguous()
+    num_rows, width = x_NO.shape
+    splits = min(SPLITS, triton.cdiv(num_rows, 32))
+    sums = x_NO.new_empty(splits, width, dtype=torch.float32)
+    with on(x_NO):
+        column_sums_kernel[(triton.cdiv(width, 128), splits)](x_NO, sums, num_rows, width, BLOCK_N=32, BLOCK_D=128)
+    return sums.sum(0)
+
+
+def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch.dtype) -> Tensor:
+    """(z Q)[active] in `dtype`."""
+    q_RI = q_RI.contiguous()
+    num_kept, width = active_K.numel(), q_RI.shape[1]
+    c_KI = q_RI.new_empty(num_kept, width, dtype=dtype)
+    with on(q_RI):
+        select_rows_kernel[(num_kept, triton.cdiv(width, 1024))](
+            q_RI, q_RI if z_R is None else z_R, active_K, c_KI, width, HAS_Z=z_R is not None, BLOCK_D=1024
+        )
+    return c_KI
+
+
+def put_rows(dc_KI: Tensor, q_RI: Tensor, z_R: Tensor | None, active_K: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of Q and z, zero at the components that took no part."""
+    q_RI, width = q_RI.contiguous(), q_RI.shape[1]
+    dq_RI, dz_R = torch.zeros_like(q_RI), None if z_R is None else torch.zeros_like(z_R)
+    with on(q_RI):
+        put_rows_kernel[(active_K.numel(),)](
+            dc_KI,
+            q_RI,
+            dc_KI if z_R is None else z_R,
+            active_K,
+            dq_RI,
+            dq_RI if dz_R is None else dz_R,
+            width,
+            HAS_Z=z_R is not None,
+            BLOCK_D=1024,
+        )
+    return dq_RI, dz_R
+
+
+def select_columns(p_OR: Tensor, active_K: Tensor, dtype: torch.dtype) -> Tensor:
+    """P[:, active] in `dtype`."""
+    p_OR = p_OR.contiguous()
+    kept_OK = p_OR.new_empty(p_OR.shape[0], active_K.numel(), dtype=dtype)
+    with on(p_OR):
+        grid, blocks = _cut(*kept_OK.shape)
+        select_columns_kernel[grid](p_OR, active_K, kept_OK, *p_OR.shape, active_K.numel(), **blocks)
+    return kept_OK
+
+
+def put_columns(dkept_OK: Tensor, p_OR: Tensor, active_K: Tensor) -> Tensor:
+    """The gradient of P, zero at the components that took no part."""
+    dp_OR = torch.zeros_like(p_OR, memory_format=torch.contiguous_format)
+    with on(dp_OR):
+        grid, blocks = _cut(*dkept_OK.shape)
+        put_columns_kernel[grid](dkept_OK.contiguous(), active_K, dp_OR, *p_OR.shape, active_K.numel(), **blocks)
+    return dp_OR
+
+
+def _cut(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Programs, and the block of each."""
+    block_k = triton.next_power_of_2(width)
+    block_o = max(1, 2048 // block_k)
+    return (triton.cdiv(num_rows, block_o),), {"BLOCK_N": block_o, "BLOCK_K": block_k}
