@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankwise.kernels.device import on
 
-SPLITS = 64
+SPLITS = 512
 """Parts of the rows that are summed up by programs of their own."""
 
 

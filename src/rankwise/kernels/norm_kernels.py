@@ -11,9 +11,9 @@ from rankwise.kernels.device import on
 from rankwise.kernels.dropout import Dropout
 from rankwise.kernels.dropout_kernels import kept
 
-ELEMENTS, ELEMENTS_BACKWARD = 4096, 1024
+ELEMENTS = 4096
 """Numbers that a program holds at a time."""
-PROGRAMS = 1024
+PROGRAMS = 2048
 """Of the backward pass: each sums up the gradients of weight and bias over its rows."""
 
 
@@ -112,7 +112,7 @@ def norm_forward(
 ) -> Tensor:
     """The normalized rows in `dtype`."""
     x = x.contiguous()
-    num_rows, width, blocks = _cut(x, ELEMENTS)
+    num_rows, width, blocks = _cut(x)
     y = torch.empty_like(x, dtype=dtype)
     with on(x):
         norm_fwd_kernel[(triton.cdiv(num_rows, blocks["BLOCK_N"]),)](
@@ -138,7 +138,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of x, addend, weight and bias."""
     dy, x = dy.contiguous(), x.contiguous()
-    num_rows, width, blocks = _cut(x, ELEMENTS_BACKWARD)
+    num_rows, width, blocks = _cut(x)
     programs = min(PROGRAMS, triton.cdiv(num_rows, blocks["BLOCK_N"]))
     dx, sums = torch.empty_like(x), x.new_empty(2, programs, width, dtype=torch.float32)
     daddend = None if addend is None or dropout is None else torch.empty_like(addend)
@@ -167,8 +167,8 @@ def norm_backward(
     return dx, daddend, dweight_D, dbias_D
 
 
-def _cut(x: Tensor, elements: int) -> tuple[int, int, dict[str, int]]:
+def _cut(x: Tensor) -> tuple[int, int, dict[str, int]]:
     """Rows, width, and the block of a program."""
     width = x.shape[-1]
     block_d = triton.next_power_of_2(width)
-    return x.numel() // width, width, {"BLOCK_N": max(1, elements // block_d), "BLOCK_D": block_d}
+    return x.numel() // width, width, {"BLOCK_N": max(1, ELEMENTS // block_d), "BLOCK_D": block_d}

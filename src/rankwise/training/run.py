@@ -71,7 +71,8 @@ class Run:
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep)
         self.accelerator = make_accelerator(config, self.folder.path, trackers)
         self.device: torch.device = self.accelerator.device
-        self.language: LanguageModel = self.accelerator.prepare_model(LanguageModel(model))
+        # not by `prepare_model`, which would turn the states that are carried into float32
+        self.language = LanguageModel(model).to(self.device)
         self.make_pruner: MakePruner | None = None if pruner is None or isinstance(pruner, Pruner) else pruner
         self.pruner = pruner if isinstance(pruner, Pruner) else None
         # as JSON gives it back: a tuple is a list there
@@ -145,7 +146,8 @@ class Run:
         self.optimizer.zero_grad()
         x_BT, y_BT = self.batch
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
-            loss, state = self.language(x, y, self.states[i])
+            with self.accelerator.autocast():
+                loss, state = self.language(x, y, self.states[i])
             self.accelerator.backward(loss / parts)
             self.states[i] = carry(self.states[i], state)
             self.sums[0] += loss.detach() / parts
@@ -198,7 +200,8 @@ class Run:
 
     def evaluate(self, check: Callable[[], None]) -> Quality:
         """Quality on the validation text, of what would be exported now."""
-        quality = evaluate(self.language, self.valid, self.corpus.unit, check=check)
+        with self.accelerator.autocast():
+            quality = evaluate(self.language, self.valid, self.corpus.unit, check=check)
         self._check_finite(quality.loss)
         return quality
 

@@ -86,8 +86,7 @@ def fold_bwd_columns_kernel(
     p_z,
     p_active,
     p_mean,
-    p_dgamma,
-    p_dbeta,
+    p_sums,
     R,
     D,
     HAS_Z: tl.constexpr,
@@ -95,21 +94,20 @@ def fold_bwd_columns_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """What one block of components adds to the gradients of gamma and beta."""
+    i_r, num_blocks = tl.program_id(1), tl.num_programs(1)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    b_dgamma = tl.zeros([BLOCK_D], dtype=tl.float32)
-    b_dbeta = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i_k in range(0, R, BLOCK_R):
-        o_k = i_k + tl.arange(0, BLOCK_R)
-        o_r = tl.load(p_active + o_k, mask=o_k < R, other=0) if HAS_ACTIVE else o_k
-        b_in = (o_k < R)[:, None] & (o_d < D)[None, :]
-        b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
-        if HAS_Z:
-            b_q *= tl.load(p_z + o_r, mask=o_k < R, other=0.0).to(tl.float32)[:, None]
-        b_dc = tl.load(p_dc + o_k[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
-        b_dgamma += tl.sum(b_q * (b_dc - tl.load(p_mean + o_k, mask=o_k < R, other=0.0)[:, None]), 0)
-        b_dbeta += tl.sum(b_q * tl.load(p_dt + o_k, mask=o_k < R, other=0.0)[:, None], 0)
-    tl.store(p_dgamma + o_d, b_dgamma, mask=o_d < D)
-    tl.store(p_dbeta + o_d, b_dbeta, mask=o_d < D)
+    o_k = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_r = tl.load(p_active + o_k, mask=o_k < R, other=0) if HAS_ACTIVE else o_k
+    b_in = (o_k < R)[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
+    if HAS_Z:
+        b_q *= tl.load(p_z + o_r, mask=o_k < R, other=0.0).to(tl.float32)[:, None]
+    b_dc = tl.load(p_dc + o_k[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
+    b_mean = tl.load(p_mean + o_k, mask=o_k < R, other=0.0)
+    b_dt = tl.load(p_dt + o_k, mask=o_k < R, other=0.0)
+    tl.store(p_sums + i_r * D + o_d, tl.sum(b_q * (b_dc - b_mean[:, None]), 0), mask=o_d < D)
+    tl.store(p_sums + (num_blocks + i_r) * D + o_d, tl.sum(b_q * b_dt[:, None], 0), mask=o_d < D)
 
 
 @triton.jit

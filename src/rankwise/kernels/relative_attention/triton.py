@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
-from rankwise.kernels.linear_kernels import column_sums
 from rankwise.kernels.relative_attention.triton_kernels import (
     attention_bwd_keys_kernel,
     attention_bwd_queries_kernel,
     attention_delta_kernel,
     attention_fwd_kernel,
+    attention_merge_kernel,
 )
 
 
@@ -91,23 +91,21 @@ class _Attention(torch.autograd.Function):
         inputs = (dy_BTHE, qkv_BSJHE, content_bias_HE, scores_HNS)
         dq_BTHE, dscores_HNS, delta_BHT = backward_queries(*inputs, y_BTHE, lse_BHT, ctx.window)
         dqkv_BSJHE = backward_keys(*inputs, lse_BHT, delta_BHT, ctx.window)
-        num_queries = dq_BTHE.shape[1]
-        dcontent_A = column_sums(dq_BTHE.flatten(0, 1).flatten(1))
         scale = 1 / math.sqrt(dq_BTHE.shape[3])
         dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1)).mul_(scale)
-        # onto what came through the content
-        dq_BTHE.flatten(0, 1).transpose(0, 1).baddbmm_(dscores_HNS, r_SHE.transpose(0, 1), alpha=scale)
-        dposition_A = column_sums(dq_BTHE.flatten(0, 1).flatten(1)) - dcontent_A
-        dqkv_BSJHE[:, -num_queries:, 0] = dq_BTHE
-        content_dtype, position_dtype = ctx.dtypes
-        return (
-            dqkv_BSJHE,
-            dr_HSE.transpose(0, 1),
-            dcontent_A.view(content_bias_HE.shape).to(content_dtype),
-            dposition_A.view(content_bias_HE.shape).to(position_dtype),
-            None,
-            None,
+        dposition_NHE = torch.empty_like(position_NHE)
+        torch.baddbmm(
+            dposition_NHE.transpose(0, 1),
+            dscores_HNS,
+            r_SHE.transpose(0, 1),
+            beta=0,
+            alpha=scale,
+            out=dposition_NHE.transpose(0, 1),
         )
+        dcontent_HE, dposition_HE = merge(dq_BTHE, dposition_NHE, dqkv_BSJHE)
+        content_dtype, position_dtype = ctx.dtypes
+        dbiases = dcontent_HE.to(content_dtype), dposition_HE.to(position_dtype)
+        return dqkv_BSJHE, dr_HSE.transpose(0, 1), *dbiases, None, None
 
 
 def forward(
@@ -171,11 +169,10 @@ def backward_keys(
     window: int | None,
     launch: Launch = KEYS,
 ) -> Tensor:
-    """Gradients of k and v, beside zeros for the queries of the memory; those of the segment are left open."""
+    """Gradients of k and v; that of q is left open."""
     size_B, num_queries, size_H, width = dy_BTHE.shape
     num_keys = qkv_BSJHE.shape[1]
     dqkv_BSJHE = torch.empty_like(qkv_BSJHE)
-    dqkv_BSJHE[:, : num_keys - num_queries, 0] = 0
     with on(dy_BTHE):
         attention_bwd_keys_kernel[(triton.cdiv(num_keys, launch.block_s), size_B * size_H)](
             *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
@@ -186,6 +183,20 @@ def backward_keys(
             **_constants(width, window, launch),
         )
     return dqkv_BSJHE
+
+
+def merge(dcontent_BTHE: Tensor, dposition_NHE: Tensor, dqkv_BSJHE: Tensor) -> Tensor:
+    """Write the gradient of q, the sum of its two parts, into that of q, k and v; the sums of each part, (2, H, E)."""
+    size_B, num_queries, size_H, width = dcontent_BTHE.shape
+    num_keys, size_A = dqkv_BSJHE.shape[1], size_H * width
+    blocks = {"BLOCK_N": 8, "BLOCK_A": triton.next_power_of_2(size_A)}
+    programs = triton.cdiv(size_B * num_keys, blocks["BLOCK_N"])
+    sums = dqkv_BSJHE.new_empty(2, programs, size_A, dtype=torch.float32)
+    with on(dqkv_BSJHE):
+        attention_merge_kernel[(programs,)](
+            dcontent_BTHE, dposition_NHE, dqkv_BSJHE, sums, size_B, num_queries, num_keys, size_A, **blocks
+        )
+    return sums.sum(1).view(2, size_H, width)
 
 
 def _inputs(

@@ -397,3 +397,31 @@ def attention_bwd_keys_kernel(
     o_rows = o_s[:, None] * 3 * H * E + o_e[None, :]
     tl.store(p_dk + o_rows, b_dk, mask=(o_s < S)[:, None])
     tl.store(p_dv + o_rows, b_dv, mask=(o_s < S)[:, None])
+
+
+@triton.jit
+def attention_merge_kernel(
+    p_dcontent,
+    p_dposition,
+    p_dqkv,
+    p_sums,
+    B,
+    T,
+    S,
+    A,
+    BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+):
+    """The gradient of q: its two parts where there are queries, zero in the memory; and their sums, for the biases."""
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    o_n = i_program * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_a = tl.arange(0, BLOCK_A)
+    o_b, o_t = o_n // S, o_n % S - (S - T)
+    b_in = (o_n < B * S)[:, None] & (o_a < A)[None, :]
+    b_query = b_in & (o_t >= 0)[:, None]
+    o_query = (o_b * T + o_t).to(tl.int64)[:, None] * A + o_a[None, :]
+    b_dcontent = tl.load(p_dcontent + o_query, mask=b_query, other=0.0).to(tl.float32)
+    b_dposition = tl.load(p_dposition + o_query, mask=b_query, other=0.0).to(tl.float32)
+    tl.store(p_dqkv + o_n.to(tl.int64)[:, None] * 3 * A + o_a[None, :], b_dcontent + b_dposition, mask=b_in)
+    tl.store(p_sums + i_program * A + o_a, tl.sum(b_dcontent, 0), mask=o_a < A)
+    tl.store(p_sums + (num_programs + i_program) * A + o_a, tl.sum(b_dposition, 0), mask=o_a < A)
