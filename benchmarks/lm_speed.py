@@ -337,7 +337,7 @@ def attentions() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
     dy = torch.randn(batch, queries, heads, width, device="cuda", dtype=torch.bfloat16)
     scores = torch.randn(heads, batch * queries, keys, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(heads, width, device="cuda")
-    y, lse = kernels.forward(qkv, bias, scores, queries, None)
+    _, lse = kernels.forward(qkv, bias, scores, queries, None)
     launches = [
         kernels.Launch(block_t, block_s, warps, stages) for block_t, block_s, warps in BLOCKS for stages in (1, 2, 3, 4)
     ]
@@ -345,15 +345,11 @@ def attentions() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
     def forward(launch: Any) -> Any:
         return kernels.forward(qkv, bias, scores, queries, None, launch)
 
-    def by_queries(launch: Any) -> Any:
-        return kernels.backward_queries(dy, qkv, bias, scores, y, lse, None, launch)
-
-    def by_keys(launch: Any) -> Any:
-        return kernels.backward_keys(dy, qkv, bias, scores, lse, lse, None, launch)
+    def backward(launch: Any) -> Any:
+        return kernels.backward(dy, qkv, bias, scores, lse, lse, None, launch)
 
     yield "attention forward", launches, forward
-    yield "attention backward by queries", launches, by_queries
-    yield "attention backward by keys", launches, by_keys
+    yield "attention backward", launches, backward
 
 
 @contextmanager

@@ -158,6 +158,7 @@ def norm_backward(
             width,
             HAS_ADDEND=addend is not None,
             DROPS=dropout is not None,
+            num_warps=8,
             **blocks,
         )
     if addend is not None and dropout is None:

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
 from rankwise.kernels.relative_attention.triton_kernels import (
-    attention_bwd_keys_kernel,
-    attention_bwd_queries_kernel,
+    attention_bwd_kernel,
     attention_delta_kernel,
     attention_fwd_kernel,
     attention_merge_kernel,
@@ -34,7 +33,7 @@ class Launch(NamedTuple):
     stages: int
 
 
-FORWARD, QUERIES, KEYS = Launch(64, 64, 4, 1), Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)
+FORWARD, BACKWARD = Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)
 """The fastest on an H200 for 22 x 8 heads of 64, 512 queries, 1024 keys: `benchmarks/lm_speed.py kernels`."""
 ROWS = 64
 """Rows of one program that sums up dy y."""
@@ -89,20 +88,13 @@ class _Attention(torch.autograd.Function):
         qkv_BSJHE, r_SHE, content_bias_HE, position_NHE, scores_HNS, y_BTHE, lse_BHT = ctx.saved_tensors
         dy_BTHE = dy_BTHE.contiguous()
         inputs = (dy_BTHE, qkv_BSJHE, content_bias_HE, scores_HNS)
-        dq_BTHE, dscores_HNS, delta_BHT = backward_queries(*inputs, y_BTHE, lse_BHT, ctx.window)
-        dqkv_BSJHE = backward_keys(*inputs, lse_BHT, delta_BHT, ctx.window)
-        scale = 1 / math.sqrt(dq_BTHE.shape[3])
+        delta_BHT = row_products(dy_BTHE, y_BTHE)
+        dqkv_BSJHE, dscores_HNS, dby_key_BHTS = backward(*inputs, lse_BHT, delta_BHT, ctx.window)
+        scale = 1 / math.sqrt(dy_BTHE.shape[3])
         dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1)).mul_(scale)
-        dposition_NHE = torch.empty_like(position_NHE)
-        torch.baddbmm(
-            dposition_NHE.transpose(0, 1),
-            dscores_HNS,
-            r_SHE.transpose(0, 1),
-            beta=0,
-            alpha=scale,
-            out=dposition_NHE.transpose(0, 1),
-        )
-        dcontent_HE, dposition_HE = merge(dq_BTHE, dposition_NHE, dqkv_BSJHE)
+        dposition_HNE = torch.bmm(dscores_HNS, r_SHE.transpose(0, 1))
+        dcontent_BHTE = dby_key_BHTS @ qkv_BSJHE[:, :, 1].transpose(1, 2)
+        dcontent_HE, dposition_HE = merge(dcontent_BHTE, dposition_HNE, dqkv_BSJHE, scale)
         content_dtype, position_dtype = ctx.dtypes
         dbiases = dcontent_HE.to(content_dtype), dposition_HE.to(position_dtype)
         return dqkv_BSJHE, dr_HSE.transpose(0, 1), *dbiases, None, None
@@ -130,36 +122,18 @@ def forward(
     return y_BTHE, lse_BHT
 
 
-def backward_queries(
-    dy_BTHE: Tensor,
-    qkv_BSJHE: Tensor,
-    content_bias_HE: Tensor,
-    scores_HNS: Tensor,
-    y_BTHE: Tensor,
-    lse_BHT: Tensor,
-    window: int | None,
-    launch: Launch = QUERIES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q through the content and of the scaled scores by distance; and dy y of each query, (B, H, T)."""
+def row_products(dy_BTHE: Tensor, y_BTHE: Tensor) -> Tensor:
+    """dy . y of each query, (B, H, T)."""
     size_B, num_queries, size_H, width = dy_BTHE.shape
-    delta_BHT, dq_BTHE, dscores_HNS = (torch.empty_like(t) for t in (lse_BHT, dy_BTHE, scores_HNS))
+    delta_BHT = dy_BTHE.new_empty(size_B, size_H, num_queries, dtype=torch.float32)
     with on(dy_BTHE):
         attention_delta_kernel[(triton.cdiv(num_queries, ROWS), size_B * size_H)](
             dy_BTHE, y_BTHE, delta_BHT, num_queries, size_H, E=width, BLOCK_T=ROWS
         )
-        attention_bwd_queries_kernel[(triton.cdiv(num_queries, launch.block_t), size_B * size_H)](
-            *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
-            dy_BTHE,
-            lse_BHT,
-            delta_BHT,
-            dq_BTHE,
-            dscores_HNS,
-            **_constants(width, window, launch),
-        )
-    return dq_BTHE, dscores_HNS, delta_BHT
+    return delta_BHT
 
 
-def backward_keys(
+def backward(
     dy_BTHE: Tensor,
     qkv_BSJHE: Tensor,
     content_bias_HE: Tensor,
@@ -167,34 +141,48 @@ def backward_keys(
     lse_BHT: Tensor,
     delta_BHT: Tensor,
     window: int | None,
-    launch: Launch = KEYS,
-) -> Tensor:
-    """Gradients of k and v; that of q is left open."""
+    launch: Launch = BACKWARD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of k and v, that of q left open; and of the scaled scores, by distance and by key (B, H, T, S)."""
     size_B, num_queries, size_H, width = dy_BTHE.shape
     num_keys = qkv_BSJHE.shape[1]
-    dqkv_BSJHE = torch.empty_like(qkv_BSJHE)
+    dqkv_BSJHE, dscores_HNS = torch.empty_like(qkv_BSJHE), torch.empty_like(scores_HNS)
+    dby_key_BHTS = scores_HNS.new_empty(size_B, size_H, num_queries, num_keys)
     with on(dy_BTHE):
-        attention_bwd_keys_kernel[(triton.cdiv(num_keys, launch.block_s), size_B * size_H)](
+        attention_bwd_kernel[(triton.cdiv(num_keys, launch.block_s), size_B * size_H)](
             *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
             dy_BTHE,
             lse_BHT,
             delta_BHT,
             dqkv_BSJHE,
+            dscores_HNS,
+            dby_key_BHTS,
             **_constants(width, window, launch),
         )
-    return dqkv_BSJHE
+    return dqkv_BSJHE, dscores_HNS, dby_key_BHTS
 
 
-def merge(dcontent_BTHE: Tensor, dposition_NHE: Tensor, dqkv_BSJHE: Tensor) -> Tensor:
+def merge(dcontent_BHTE: Tensor, dposition_HNE: Tensor, dqkv_BSJHE: Tensor, scale: float) -> Tensor:
     """Write the gradient of q, the sum of its two parts, into that of q, k and v; the sums of each part, (2, H, E)."""
-    size_B, num_queries, size_H, width = dcontent_BTHE.shape
+    size_B, size_H, num_queries, width = dcontent_BHTE.shape
     num_keys, size_A = dqkv_BSJHE.shape[1], size_H * width
-    blocks = {"BLOCK_N": 8, "BLOCK_A": triton.next_power_of_2(size_A)}
+    blocks = {"BLOCK_N": 16, "BLOCK_A": triton.next_power_of_2(size_A)}
     programs = triton.cdiv(size_B * num_keys, blocks["BLOCK_N"])
     sums = dqkv_BSJHE.new_empty(2, programs, size_A, dtype=torch.float32)
     with on(dqkv_BSJHE):
         attention_merge_kernel[(programs,)](
-            dcontent_BTHE, dposition_NHE, dqkv_BSJHE, sums, size_B, num_queries, num_keys, size_A, **blocks
+            dcontent_BHTE.contiguous(),
+            dposition_HNE,
+            dqkv_BSJHE,
+            sums,
+            scale,
+            size_B,
+            num_queries,
+            num_keys,
+            size_H,
+            E=width,
+            num_warps=8,
+            **blocks,
         )
     return sums.sum(1).view(2, size_H, width)
 

@@ -207,103 +207,6 @@ def _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, M
 
 
 @triton.jit
-def _slope_of_queries(
-    b_q,
-    b_dy,
-    b_lse,
-    b_delta,
-    b_dq,
-    p_k,
-    p_v,
-    p_places,
-    p_dplaces,
-    i_s,
-    o_t,
-    o_e,
-    scale,
-    T,
-    S,
-    H,
-    window,
-    E: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Add what one block of keys says of the queries, and write the gradient of its scores by distance."""
-    o_s = i_s + tl.arange(0, BLOCK_S)
-    b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
-    b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
-    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
-    _, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
-    b_ds = b_ds.to(b_k.dtype)
-    # where a window hides a key too: the place is one of this row
-    b_stored = _seen(o_t, o_s, T, S, window, False) if MASKED else (o_t < T)[:, None]
-    tl.store(p_dplaces + o_s[None, :], b_ds, mask=b_stored)
-    return b_dq + _dot(b_ds, b_k)
-
-
-@triton.jit
-def attention_bwd_queries_kernel(
-    p_qkv,
-    p_bias,
-    p_scores,
-    B,
-    T,
-    S,
-    H,
-    window,
-    scale,
-    p_dy,
-    p_lse,
-    p_delta,
-    p_dq,
-    p_dscores,
-    E: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    i_b, i_h = _head(H)
-    p_q, p_k, p_v = _heads_of(p_qkv, i_b, i_h, T, S, H, E)
-    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_e = tl.arange(0, E)
-    o_scores = (i_h * B + i_b) * T * S
-    p_scores += o_scores
-    p_dscores += o_scores
-    # columns of distances beyond the first key
-    first = T - 1 - tl.program_id(0) * BLOCK_T
-    for i_c in range(0, first, BLOCK_S):
-        o_c = i_c + tl.arange(0, BLOCK_S)
-        b_beyond = (o_t < T)[:, None] & (o_c[None, :] < T - 1 - o_t[:, None])
-        tl.store(p_dscores + o_t[:, None] * S + o_c[None, :], tl.zeros([BLOCK_T, BLOCK_S], tl.float32), mask=b_beyond)
-
-    b_q = _load_queries(p_q, p_bias + i_h * E, o_t, o_e, 3 * H * E, T)
-    o_rows = (i_b * T * H + i_h) * E
-    b_dy = _load_rows(p_dy + o_rows, o_t, o_e, H * E, T)
-    o_bht = (i_b * H + i_h) * T + o_t
-    b_lse = tl.load(p_lse + o_bht, mask=o_t < T, other=0.0)
-    b_delta = tl.load(p_delta + o_bht, mask=o_t < T, other=0.0)
-    b_dq = tl.zeros([BLOCK_T, E], dtype=tl.float32)
-    last = tl.minimum(S, S - T + (tl.program_id(0) + 1) * BLOCK_T)
-    p_places, p_dplaces = _places(p_scores, o_t, T, S), _places(p_dscores, o_t, T, S)
-    whole = _num_whole(T, S, BLOCK_T, BLOCK_S, HAS_WINDOW)
-    for i_s in tl.range(0, whole, BLOCK_S, num_stages=STAGES):
-        b_dq = _slope_of_queries(
-            b_q, b_dy, b_lse, b_delta, b_dq, p_k, p_v, p_places, p_dplaces, i_s, o_t, o_e, scale, T, S, H, window,
-            E, False, False, BLOCK_S,
-        )  # fmt: skip
-    for i_s in tl.range(whole, last, BLOCK_S, num_stages=STAGES):
-        b_dq = _slope_of_queries(
-            b_q, b_dy, b_lse, b_delta, b_dq, p_k, p_v, p_places, p_dplaces, i_s, o_t, o_e, scale, T, S, H, window,
-            E, True, HAS_WINDOW, BLOCK_S,
-        )  # fmt: skip
-    b_dq *= scale
-    tl.store(p_dq + o_rows + o_t[:, None] * H * E + o_e[None, :], b_dq, mask=(o_t < T)[:, None])
-
-
-@triton.jit
 def _slope_of_keys(
     b_k,
     b_v,
@@ -315,6 +218,8 @@ def _slope_of_keys(
     p_lse,
     p_delta,
     p_scores,
+    p_dscores,
+    p_dby_key,
     i_t,
     o_s,
     o_e,
@@ -328,7 +233,7 @@ def _slope_of_keys(
     HAS_WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Add what one block of queries says of keys and values."""
+    """Add what one block of queries says of keys and values, and write the gradient of scores: by distance, by key."""
     o_t = i_t + tl.arange(0, BLOCK_T)
     b_q = _load_queries(p_q, p_bias, o_t, o_e, 3 * H * E, T)
     b_dy = _load_rows(p_dy, o_t, o_e, H * E, T)
@@ -338,13 +243,20 @@ def _slope_of_keys(
     b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
     p_places = _places(p_scores, o_t, T, S)
     b_p, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
+    b_ds = b_ds.to(b_q.dtype)
+    b_stored = (o_t < T)[:, None] & (o_s < S)[None, :]
+    tl.store(p_dby_key + o_t[:, None] * S + o_s[None, :], b_ds, mask=b_stored)
+    if MASKED:
+        # also where a window hides a key: the place is one of this row
+        b_stored = _seen(o_t, o_s, T, S, window, False)
+    tl.store(_places(p_dscores, o_t, T, S) + o_s[None, :], b_ds, mask=b_stored)
     b_dv += _dot(tl.trans(b_p.to(b_dy.dtype)), b_dy)
-    b_dk += _dot(tl.trans(b_ds.to(b_q.dtype)), b_q)
+    b_dk += _dot(tl.trans(b_ds), b_q)
     return b_dk, b_dv
 
 
 @triton.jit
-def attention_bwd_keys_kernel(
+def attention_bwd_kernel(
     p_qkv,
     p_bias,
     p_scores,
@@ -358,6 +270,8 @@ def attention_bwd_keys_kernel(
     p_lse,
     p_delta,
     p_dqkv,
+    p_dscores,
+    p_dby_key,
     E: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -369,6 +283,8 @@ def attention_bwd_keys_kernel(
     o_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     o_e = tl.arange(0, E)
     p_scores += (i_h * B + i_b) * T * S
+    p_dscores += (i_h * B + i_b) * T * S
+    p_dby_key += (i_b * H + i_h) * T * S
     p_lse += (i_b * H + i_h) * T
     p_delta += (i_b * H + i_h) * T
     p_dy += (i_b * T * H + i_h) * E
@@ -382,15 +298,24 @@ def attention_bwd_keys_kernel(
     whole = tl.minimum(tl.cdiv(tl.maximum(i_s + BLOCK_S - 1 - (S - T), 0), BLOCK_T) * BLOCK_T, T)
     if HAS_WINDOW or i_s + BLOCK_S > S:
         whole = tl.cdiv(T, BLOCK_T) * BLOCK_T
+    b_zero = tl.zeros([BLOCK_T, BLOCK_S], dtype=b_k.dtype)
+    for i_t in range(0, first, BLOCK_T):
+        o_t = i_t + tl.arange(0, BLOCK_T)
+        tl.store(p_dby_key + o_t[:, None] * S + o_s[None, :], b_zero, mask=(o_t < T)[:, None] & (o_s < S)[None, :])
+    # columns of distances beyond the first key
+    for i_t in range(0, T - 1 - i_s, BLOCK_T):
+        o_t = i_t + tl.arange(0, BLOCK_T)
+        b_beyond = o_s[None, :] < T - 1 - o_t[:, None]
+        tl.store(p_dscores + o_t[:, None] * S + o_s[None, :], b_zero, mask=b_beyond)
     for i_t in tl.range(first, whole, BLOCK_T, num_stages=STAGES):
         b_dk, b_dv = _slope_of_keys(
-            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, i_t, o_s, o_e, scale, T, S, H,
-            window, E, True, HAS_WINDOW, BLOCK_T,
+            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
+            i_t, o_s, o_e, scale, T, S, H, window, E, True, HAS_WINDOW, BLOCK_T,
         )  # fmt: skip
     for i_t in tl.range(whole, T, BLOCK_T, num_stages=STAGES):
         b_dk, b_dv = _slope_of_keys(
-            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, i_t, o_s, o_e, scale, T, S, H,
-            window, E, False, False, BLOCK_T,
+            b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
+            i_t, o_s, o_e, scale, T, S, H, window, E, False, False, BLOCK_T,
         )  # fmt: skip
     b_dk *= scale
     _, p_dk, p_dv = _heads_of(p_dqkv, i_b, i_h, T, S, H, E)
@@ -405,23 +330,27 @@ def attention_merge_kernel(
     p_dposition,
     p_dqkv,
     p_sums,
+    scale,
     B,
     T,
     S,
-    A,
+    H,
+    E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
     """The gradient of q: its two parts where there are queries, zero in the memory; and their sums, for the biases."""
-    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    i_program, num_programs, A = tl.program_id(0), tl.num_programs(0), H * E
     o_n = i_program * BLOCK_N + tl.arange(0, BLOCK_N)
     o_a = tl.arange(0, BLOCK_A)
     o_b, o_t = o_n // S, o_n % S - (S - T)
     b_in = (o_n < B * S)[:, None] & (o_a < A)[None, :]
     b_query = b_in & (o_t >= 0)[:, None]
-    o_query = (o_b * T + o_t).to(tl.int64)[:, None] * A + o_a[None, :]
-    b_dcontent = tl.load(p_dcontent + o_query, mask=b_query, other=0.0).to(tl.float32)
-    b_dposition = tl.load(p_dposition + o_query, mask=b_query, other=0.0).to(tl.float32)
+    # parts lie by head and by query
+    o_content = ((o_b[:, None] * H + (o_a // E)[None, :]) * T + o_t[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
+    o_position = ((o_a // E)[None, :] * (B * T) + (o_b * T + o_t)[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
+    b_dcontent = tl.load(p_dcontent + o_content, mask=b_query, other=0.0).to(tl.float32) * scale
+    b_dposition = tl.load(p_dposition + o_position, mask=b_query, other=0.0).to(tl.float32) * scale
     tl.store(p_dqkv + o_n.to(tl.int64)[:, None] * 3 * A + o_a[None, :], b_dcontent + b_dposition, mask=b_in)
     tl.store(p_sums + i_program * A + o_a, tl.sum(b_dcontent, 0), mask=o_a < A)
     tl.store(p_sums + (num_programs + i_program) * A + o_a, tl.sum(b_dposition, 0), mask=o_a < A)
