@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from rankwise.core.budget import CostCurve
 from rankwise.core.choice import ranked_counts, uniform_counts
 
-shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
+Shape = tuple[int, int, bool]
+"""Outputs, inputs, and whether it is exported in the pivot layout."""
 multiples = st.sampled_from([1, 1, 2, 3])
 
 
-def curves_of(shapes: list[tuple[int, int]]) -> list[CostCurve]:
-    return [CostCurve(min(shape), sum(shape), shape[0] * shape[1]) for shape in shapes]
+def curves_of(shapes: list[Shape]) -> list[CostCurve]:
+    return [CostCurve(min(out, into), out + into, out * into, pivot) for out, into, pivot in shapes]
 
 
 def cost(curves: list[CostCurve], counts: list[int]) -> int:
@@ -32,7 +34,7 @@ def assert_full(curves: list[CostCurve], counts: list[int], room: int, multiple:
 
 
 @given(shapes, st.integers(0, 300), multiples, st.integers(0, 10**6))
-def test_ranked_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int, seed: int) -> None:
+def test_ranked_choice_fits_and_is_full(shapes: list[Shape], room: int, multiple: int, seed: int) -> None:
     curves = curves_of(shapes)
     generator = torch.Generator().manual_seed(seed)
     scores = [torch.randn(curve.num_components, generator=generator) for curve in curves]
@@ -40,13 +42,13 @@ def test_ranked_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int
 
 
 @given(shapes, st.integers(0, 300), multiples)
-def test_uniform_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int) -> None:
+def test_uniform_choice_fits_and_is_full(shapes: list[Shape], room: int, multiple: int) -> None:
     curves = curves_of(shapes)
     assert_full(curves, uniform_counts(curves, room, multiple), room, multiple)
 
 
 @given(shapes, st.integers(0, 300), st.integers(0, 10**6))
-def test_ranked_choice_is_the_greedy_one(shapes: list[tuple[int, int]], room: int, seed: int) -> None:
+def test_ranked_choice_is_the_greedy_one(shapes: list[Shape], room: int, seed: int) -> None:
     """The oracle: walk down the ranking one component at a time, take what fits."""
     curves = curves_of(shapes)
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +63,7 @@ def test_ranked_choice_is_the_greedy_one(shapes: list[tuple[int, int]], room: in
 
 
 @given(shapes, st.integers(0, 300))
-def test_scores_that_are_not_numbers_come_last(shapes: list[tuple[int, int]], room: int) -> None:
+def test_scores_that_are_not_numbers_come_last(shapes: list[Shape], room: int) -> None:
     curves = curves_of(shapes)
     scores = [torch.full((curve.num_components,), float("nan")) for curve in curves]
     assert_full(curves, ranked_counts(scores, curves, room), room, 1)

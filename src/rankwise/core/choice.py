@@ -50,7 +50,7 @@ def _steps(score: Tensor, curve: CostCurve, multiple: int) -> tuple[Tensor, Tens
     starts = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])
     total = torch.cat([torch.zeros(1, dtype=torch.double), best_first.cumsum(0)])
     mean = best_first if multiple == 1 else (total[ends] - total[starts]) / (ends - starts)
-    spent = (ends * curve.per_component).clamp(max=curve.cap)
+    spent = curve.costs(ends)
     return mean, spent.diff(prepend=torch.zeros(1, dtype=torch.long)), ends
 
 

@@ -35,7 +35,7 @@ class Svd(Factorized):
         share = made.energy_R / made.energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
         gate.scores.copy_(share * math.sqrt(math.prod(site.shape)) / sum(site.shape))
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
-        return FactorizedMatrix(p, q, gate)
+        return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
 
     def controller(
         self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
