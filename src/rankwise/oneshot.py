@@ -43,6 +43,7 @@ def compress(
     calibration: Iterable[Any] | None = None,
     *,
     loss: Callable[[Any], Tensor] | None = None,
+    loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
     layout: Literal["pair", "pivot"] = "pair",
     rank_multiple: int = 1,
@@ -58,6 +59,7 @@ def compress(
         calibration: batches of input for `model`; outputs are then measured on those data.
         loss: with `calibration`, a loss of what the model returns for a batch. Errors of all matrices are then weighed
             by what they cost it; without it by the share of their matrix's output.
+        loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
         plan: which matrices are compressed; by default every linear layer and embedding.
         layout: how a matrix of low rank is stored, see `rankwise.methods.representations.Factorized`.
         rank_multiple: keep ranks at multiples of this number, for hardware.
@@ -75,7 +77,10 @@ def compress(
     limit = budget.resolve(account)
     model = model if in_place else copy.deepcopy(model)
 
-    data = _Data(model, plan, None if calibration is None else list(calibration), loss)
+    data = _Data(model, plan, None if calibration is None else list(calibration))
+    if loss is not None:
+        data.weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        trim()
     counts = _choose(model, method, account, limit, rank_multiple, data)
     for site, moments in data.moments():
         _shrink(model, site, method, counts[site.name], moments, budget.dtype)
@@ -89,12 +94,9 @@ def compress(
 class _Data:
     """What calibration says of each site, a few sites at a time and in the order in which data reach them."""
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None, loss: Callable[[Any], Tensor] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None) -> None:
         self.model, self.plan, self.batches = model, plan, batches
-        self.weights = {} if batches is None or loss is None else output_weights(model, plan, batches, loss)
-        self.weighed = bool(self.weights)
+        self.weights: dict[str, Tensor] = {}
         self.calls = calls(model, plan, batches[0]) if batches else {}
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
@@ -140,7 +142,7 @@ def _choose(
     for site, moments in data.moments():
         curve = curves[site.name]
         energy = svd(dense_weight(source(model, site)), curve.num_components, moments).energy_R
-        scores[site.name] = method.scores(site, energy, curve, comparable=data.weighed)
+        scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
     ordered = [scores[name] for name in curves]
     chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
     return dict(zip(curves, chosen, strict=True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.core.budget import CostCurve
-from rankwise.core.choice import ranked_counts, uniform_counts
+from rankwise.core.choice import ranked_counts, uniform_counts, worth
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
 Shape = tuple[int, int, bool]
@@ -82,3 +86,36 @@ def test_an_export_may_keep_nothing() -> None:
 
 def test_no_matrix_is_a_choice_too() -> None:
     assert ranked_counts([], [], 10) == uniform_counts([], 10) == []
+
+
+def energies(curves: list[CostCurve], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.rand(curve.num_components, generator=generator, dtype=torch.float64) for curve in curves)
+    return [energy.sort(descending=True).values for energy in drawn]
+
+
+@given(shapes, st.integers(0, 10**6))
+def test_worth_never_rises_and_spends_all_energy(shapes: list[Shape], seed: int) -> None:
+    for curve, energy in zip(curves_of(shapes), energies(curves_of(shapes), seed), strict=True):
+        slopes = worth(energy, curve)
+        assert (slopes.diff() <= 1e-12).all()
+        steps = curve.costs(torch.arange(curve.num_components + 1)).diff()
+        assert float((slopes * steps).sum()) == pytest.approx(float(energy.sum()))
+
+
+@given(st.lists(shapes.map(lambda found: found[0]), min_size=2, max_size=3), st.integers(0, 10**6), st.data())
+def test_no_choice_keeps_more_than_the_one_by_worth(shapes: list[Shape], seed: int, data: st.DataObject) -> None:
+    """The oracle: every choice there is, at the sizes where the last matrix is taken whole steps of worth."""
+    curves = curves_of(shapes)
+    energy = energies(curves, seed)
+    scores = [worth(e, c) for e, c in zip(energy, curves, strict=True)]
+    threshold = data.draw(st.sampled_from(torch.cat(scores).tolist()))
+    whole = [int((score >= threshold).sum()) for score in scores]
+    room = cost(curves, whole)
+
+    def kept(counts: Sequence[int]) -> float:
+        return sum(float(e[:k].sum()) for e, k in zip(energy, counts, strict=True))
+
+    every = itertools.product(*(range(curve.num_components + 1) for curve in curves))
+    best = max(kept(counts) for counts in every if cost(curves, list(counts)) <= room)
+    assert kept(ranked_counts(scores, curves, room)) == pytest.approx(best)
