@@ -24,7 +24,7 @@ def test_a_model_is_pruned_on_the_gpu(method: str, moved: str) -> None:
     budget = rw.Budget(removed=0.1 if method == "np-l0" else 0.5)
     if moved == "before":
         model.cuda()
-    pruner = rw.Pruner(model, budget, method, **METHODS[method])
+    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method])
     model.cuda()
     optimizer = torch.optim.Adam(pruner.weight_parameters(), lr=1e-2)
     for step in range(10):

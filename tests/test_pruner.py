@@ -16,12 +16,12 @@ from torch import nn
 import rankwise as rw
 from rankwise.core.gates import Gate
 from rankwise.core.layers import GatedLayer
-from rankwise.modules import LowRankHead, SelectedLinear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
 
 # runs of a few steps, in which no gate can decide
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 
-# a new method is one row here: its name and the settings of a short run
+# a new method is one row here: its name, what tells it from other rows, and the settings of a short run
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
     "fac": {},
@@ -30,9 +30,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "flop-agp": {"anneal_steps": 6, "mask_every": 2, "l1": 1e-3},
     "flop-l0": {"anneal_steps": 6, "gate_lr": 5.0},
     "svd": {},
+    "fac pivot": {"layout": "pivot"},
+    "flop-agp pivot": {"anneal_steps": 6, "mask_every": 2, "layout": "pivot"},
+    "flop-l0 pivot": {"anneal_steps": 6, "gate_lr": 5.0, "layout": "pivot"},
+    "svd pivot": {"layout": "pivot"},
 }
 PRUNING = [name for name in METHODS if name != "dense"]
-LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0"]
+LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0", "flop-agp pivot", "flop-l0 pivot"]
 
 
 def train(model: nn.Module, pruner: rw.Pruner, spec: Spec, steps: int, start: int = 0) -> None:
@@ -50,7 +54,7 @@ def train(model: nn.Module, pruner: rw.Pruner, spec: Spec, steps: int, start: in
 
 def pruned(spec: Spec, method: str, budget: rw.Budget, steps: int = 10, **extra: Any) -> tuple[TinyModel, rw.Pruner]:
     model = spec.build()
-    pruner = rw.Pruner(model, budget, method, **METHODS[method], **extra)
+    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method], **extra)
     train(model, pruner, spec, steps)
     return model, pruner
 
@@ -69,11 +73,11 @@ def test_the_exported_size_is_exact(spec: Spec, method: str, percent: int) -> No
     model = spec.build()
     dense = rw.count(model)
     try:
-        pruner = rw.Pruner(model, rw.Budget(removed=percent / 100), method, **METHODS[method])
+        pruner = rw.Pruner(model, rw.Budget(removed=percent / 100), method.split()[0], **METHODS[method])
     except rw.BudgetError as error:
         smallest = int(str(error).split("at least ")[1].split(" ")[0].replace(",", ""))
         assert smallest > dense * (100 - percent) // 100
-        assert rw.Pruner(model, rw.Budget(params=smallest), method, **METHODS[method]).limit == smallest
+        assert rw.Pruner(model, rw.Budget(params=smallest), method.split()[0], **METHODS[method]).limit == smallest
         return
     except rw.PlanError:
         assert method == "np-l0"
@@ -117,7 +121,7 @@ def test_a_compact_model_is_made_of_plain_modules(method: str, back: Any) -> Non
     _, pruner = pruned(spec, method, rw.Budget(removed=removed))
     for module in pruner.compact().modules():
         stock = type(module).__module__.startswith("torch.nn.")
-        ours = isinstance(module, TinyModel | LowRankHead | SelectedLinear)
+        ours = isinstance(module, TinyModel | LowRankHead | PivotLinear | SelectedLinear)
         assert stock or ours, type(module)
 
 
@@ -128,7 +132,7 @@ def test_with_all_gates_open_the_gated_model_is_the_dense_one(spec: Spec, method
     tokens = batch(spec)
     want = model(tokens)
     try:
-        pruner = rw.Pruner(model, rw.Budget(params=rw.count(model)), method, **METHODS[method])
+        pruner = rw.Pruner(model, rw.Budget(params=rw.count(model)), method.split()[0], **METHODS[method])
     except rw.PlanError:
         return
     for gate in pruner.controller.gates:
@@ -141,7 +145,7 @@ def test_with_all_gates_open_the_gated_model_is_the_dense_one(spec: Spec, method
 @pytest.mark.parametrize("method", PRUNING)
 def test_gating_leaves_what_the_model_computes_almost_unchanged(method: str) -> None:
     """Right after gating the training loss is within 5% of the dense model's."""
-    if method in ("fac", "svd"):
+    if method.split()[0] in ("fac", "svd"):
         pytest.skip("ranks are cut at once")
     spec = Spec(num_words=30, width=32, parts=("linear", "nested"))
     model, tokens = spec.build(), batch(spec, size=256)
@@ -158,7 +162,7 @@ def test_gating_leaves_what_the_model_computes_almost_unchanged(method: str) -> 
         optimizer.step()
     dense = loss()
     assert dense < 0.75
-    rw.Pruner(model, rw.Budget(removed=0.2), method, **METHODS[method])
+    rw.Pruner(model, rw.Budget(removed=0.2), method.split()[0], **METHODS[method])
     assert loss() <= 1.05 * dense
 
 
@@ -285,7 +289,7 @@ def test_diverged_training_still_exports_the_size_asked_for() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
-        if method.endswith("l0"):
+        if "l0" in method:
             pruner.controller.gates[0].alpha.fill_(float("nan"))
         assert rw.count(pruner.compact()) <= 0.8 * pruner.account.dense or method == "agp"
 
@@ -326,7 +330,7 @@ def test_the_same_seed_gives_the_same_model(method: str) -> None:
         spec = Spec()
         model = spec.build()
         budget = rw.Budget(params=rw.count(model)) if method == "dense" else rw.Budget(removed=0.2)
-        pruner = rw.Pruner(model, budget, method, seed=3, **METHODS[method])
+        pruner = rw.Pruner(model, budget, method.split()[0], seed=3, **METHODS[method])
         train(model, pruner, spec, 8)
         return list(pruner.compact().parameters())
 
@@ -344,7 +348,7 @@ def test_a_run_resumed_from_any_checkpoint_ends_with_the_same_weights(method: st
         torch.manual_seed(0)
         model = spec.build()
         budget = rw.Budget(params=rw.count(model)) if method == "dense" else rw.Budget(removed=0.15)
-        return model, rw.Pruner(model, budget, method, **METHODS[method])
+        return model, rw.Pruner(model, budget, method.split()[0], **METHODS[method])
 
     model, pruner = fresh()
     train(model, pruner, spec, 10)
@@ -387,7 +391,7 @@ def test_gates_keep_working_after_the_model_is_cast() -> None:
 @pytest.mark.parametrize("multiple", [2, 4])
 def test_ranks_come_in_multiples(multiple: int) -> None:
     spec = Spec(width=16, num_words=32, parts=("linear", "nested", "pair"))
-    for method in ("fac", "flop-l0", "svd"):
+    for method in ("fac", "flop-l0", "svd", "fac pivot", "flop-l0 pivot", "svd pivot"):
         _, pruner = pruned(spec, method, rw.Budget(removed=0.5), rank_multiple=multiple)
         full = {s.name: c.num_components for s, c in zip(pruner.plan.sites, pruner.account.curves, strict=True)}
         assert all(k % multiple == 0 or k == full[name] for name, k in pruner.ranks().items())
@@ -399,7 +403,7 @@ def test_megabytes_are_those_of_the_saved_tensors(method: str) -> None:
     spec = Spec(width=16, num_words=32, parts=("linear", "norm"))
     model = nn.Sequential(spec.build(), nn.BatchNorm1d(5))
     budget = rw.Budget(megabytes=0.0048, dtype=torch.float16) if method != "np-l0" else rw.Budget(megabytes=0.008)
-    pruner = rw.Pruner(model, budget, method, **METHODS[method])
+    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method])
     model(batch(spec)).square().sum().backward()
     pruner.step()
     state = pruner.compact().state_dict()

@@ -14,14 +14,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class PivotLinear(nn.Module):
+    """Linear layer whose outputs are its inputs and combinations of them: W = [1; C], with its rows in any order.
+
+    After a layer that gives K of the O outputs of a matrix of rank K, it gives all: K (O - K) weights instead of K O.
+    """
+
+    places: Tensor
+    """Where each of the O outputs stands in [inputs; combinations]: an order of 0 to O - 1."""
+
+    def __init__(self, coefficients: nn.Parameter, places_O: Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        assert sum(coefficients.shape) == len(places_O)
+        self.coefficients = coefficients
+        self.bias = bias
+        self.register_buffer("places", places_O)
+
+    @property
+    def in_features(self) -> int:
+        return self.coefficients.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.places.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix multiplied out, O x K."""
+        one = torch.eye(self.in_features, dtype=self.coefficients.dtype, device=self.coefficients.device)
+        return torch.cat([one, self.coefficients]).index_select(0, self.places)
+
+    def forward(self, x_BK: Tensor) -> Tensor:
+        others = F.linear(x_BK, self.coefficients)
+        y_BO = torch.cat([x_BK.to(others.dtype), others], -1).index_select(-1, self.places)
+        return y_BO if self.bias is None else y_BO + self.bias.to(y_BO.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
 class LowRankHead(nn.Module):
     """Output layer tied to a low-rank embedding: logits = (h projection) embedding^T + bias.
 
-    `embedding` (N x K) and `projection` (K -> D) are the very modules of the input side, so their
-    weights are stored and counted once.
+    `embedding` (N x K) and `projection` (K -> D) have the very weights of the input side, so that they
+    are stored and counted once.
     """
 
-    def __init__(self, embedding: nn.Embedding, projection: nn.Linear, bias: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, embedding: nn.Embedding, projection: nn.Linear | PivotLinear, bias: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
         self.embedding = embedding
         self.projection = projection

@@ -1,17 +1,40 @@
-"""Compression without training: SVD, whitened where there is calibration data."""
+"""Compression without training: SVD, whitened where there is calibration data.
+
+Matrix by matrix and in place, so that a model that just fits in memory can be compressed: calibration data run through
+the model once for every few matrices, whose moments are all that is held beside it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from rankwise.adapters import families
 from rankwise.adapters.generic import find_plan
-from rankwise.core.budget import Budget
-from rankwise.core.plan import Plan
-from rankwise.pruner import Pruner
+from rankwise.adapters.readers import answer
+from rankwise.core.budget import Account, Budget, count
+from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
+from rankwise.core.choice import ranked_counts
+from rankwise.core.factorize import Moments, svd
+from rankwise.core.gates import Gate
+from rankwise.core.matrices import FactorizedMatrix
+from rankwise.core.memory import trim
+from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
+from rankwise.core.surgery import become
+from rankwise.errors import RankwiseError
+from rankwise.methods.base import dense_weight
+from rankwise.methods.svd import Svd
+from rankwise.pruner import account_of, planned
+
+SHARE = 0.15
+"""Moments may take this share of the model's memory at a time."""
+LEAST_BYTES = 2**24
+"""Nor are they held to less than this."""
 
 
 def compress(
@@ -19,17 +42,136 @@ def compress(
     budget: Budget,
     calibration: Iterable[Any] | None = None,
     *,
+    loss: Callable[[Any], Tensor] | None = None,
+    loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
+    layout: Literal["pair", "pivot"] = "pair",
     rank_multiple: int = 1,
+    in_place: bool = False,
 ) -> nn.Module:
-    """A new model of the size asked for, at once; `model` stays as it is.
+    """A model of the size asked for, at once.
 
-    Ranks are shared out over the whole model: the components that carry most of their layer's output per parameter
-    are kept. With `calibration` (batches of input for `model`) outputs are measured on those data.
+    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
+
+    Args:
+        model: stays as it is, unless `in_place` is set.
+        budget: the size of the new model.
+        calibration: batches of input for `model`; outputs are then measured on those data.
+        loss: with `calibration`, a loss of what the model returns for a batch. Errors of all matrices are then weighed
+            by what they cost it; without it by the share of their matrix's output.
+        loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
+        plan: which matrices are compressed; by default every linear layer and embedding.
+        layout: how a matrix of low rank is stored, see `rankwise.methods.representations.Factorized`.
+        rank_multiple: keep ranks at multiples of this number, for hardware.
+        in_place: `model` itself becomes small, and never takes half as much memory again.
     """
+    if loss is not None and calibration is None:
+        raise RankwiseError(
+            "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
+        )
+    method = Svd(layout=layout)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = plan or find_plan(model)
-    gated = copy.deepcopy(model)
-    init = "svd" if calibration is None else "whitened"
-    pruner = Pruner(gated, budget, "svd", plan, init, calibration=calibration, rank_multiple=rank_multiple)  # type: ignore[arg-type]
-    return pruner.compact()
+    plan = planned(model, plan or find_plan(model), method)
+    check_weights(model, plan)
+    account = account_of(model, plan, method, budget, trained=True)
+    limit = budget.resolve(account)
+    model = model if in_place else copy.deepcopy(model)
+
+    data = _Data(model, plan, None if calibration is None else list(calibration))
+    if loss is not None:
+        data.weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        trim()
+    counts = _choose(model, method, account, limit, rank_multiple, data)
+    for site, moments in data.moments():
+        _shrink(model, site, method, counts[site.name], moments, budget.dtype)
+    answer(model)
+    families.changed(model)
+    # less where pivots would have suffered in half precision
+    assert count(model) <= account.size([counts[site.name] for site in plan.sites]) <= limit
+    return model if budget.dtype is None else model.to(budget.dtype)
+
+
+class _Data:
+    """What calibration says of each site, a few sites at a time and in the order in which data reach them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None) -> None:
+        self.model, self.plan, self.batches = model, plan, batches
+        self.weights: dict[str, Tensor] = {}
+        self.calls = calls(model, plan, batches[0]) if batches else {}
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.room = max(int(SHARE * size), LEAST_BYTES)
+
+    def moments(self) -> Iterator[tuple[Site, Moments | None]]:
+        """Every site once; what a caller does to a site, the data of the next group have gone through."""
+        if self.batches is None:
+            yield from ((site, None) for site in self.plan.sites)
+            return
+        for group in self._groups():
+            uses = {use.name for site in group for use in site.uses}
+            last = next(((name, self.calls[name]) for name in reversed(self.calls) if name in uses), None)
+            if last is None:
+                yield from ((site, None) for site in group)
+                continue
+            found = second_moments(self.model, Plan(tuple(group)), self.batches, last=last, dtype=torch.float32)
+            for site in group:
+                moments = found.pop(site.name)
+                if site.name in self.weights:
+                    moments = replace(moments, rows_O=self.weights[site.name])
+                yield site, moments
+            trim()
+
+    def _groups(self) -> Iterator[list[Site]]:
+        place = {name: i for i, name in enumerate(self.calls)}
+        order = sorted(self.plan.sites, key=lambda site: max(place.get(use.name, -1) for use in site.uses))
+        group: list[Site] = []
+        for site in order:
+            if group and moment_bytes([*group, site], torch.float32) > self.room:
+                yield group
+                group = []
+            group.append(site)
+        if group:
+            yield group
+
+
+def _choose(
+    model: nn.Module, method: Svd, account: Account, limit: int, rank_multiple: int, data: _Data
+) -> Mapping[str, int]:
+    """How many components of each site are kept."""
+    curves = dict(zip((site.name for site in data.plan.sites), account.curves, strict=True))
+    scores: dict[str, Tensor] = {}
+    for site, moments in data.moments():
+        curve = curves[site.name]
+        energy = svd(dense_weight(source(model, site)), curve.num_components, moments).energy_R
+        scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
+    ordered = [scores[name] for name in curves]
+    chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
+    return dict(zip(curves, chosen, strict=True))
+
+
+def _shrink(
+    model: nn.Module, site: Site, method: Svd, rank: int, moments: Moments | None, dtype: torch.dtype | None
+) -> None:
+    """Let every use of `site` be a plain layer of that rank, unless it is what it would become."""
+    curve = method.curve(site, trained=True)
+    if curve(rank) == site.params and rank == curve.num_components and site.uses[0].kind != "conv1d":
+        return
+    found = source(model, site)
+    factors = svd(dense_weight(found), rank, moments)
+    p, q = (nn.Parameter(factor, found.requires_grad) for factor in (factors.p_OR, factors.q_RI))
+    matrix = FactorizedMatrix(p, q, Gate(rank), pivot=method.pivots(site))
+    kept = torch.arange(rank, device=p.device)
+    if matrix.suffers(kept, None, dtype, by_columns=site.has_embedding):
+        # as many components, most first, as a pair of no more parameters has
+        matrix.pivot, kept = False, kept[: curve(rank) // curve.per_component]
+    export = matrix.export(kept, None)
+    del found, factors, matrix
+    # an output layer is tied to its embedding, so that one is made first
+    for use in sorted(site.uses, key=lambda use: not use.is_embedding):
+        module = get_module(model, use)
+        if use.is_embedding:
+            words = module if use.kind == "embedding" else pair(module)[0]
+            assert isinstance(words, nn.Embedding)
+            become(module, export.as_embedding(words.padding_idx))
+        else:
+            become(module, export.as_linear(bias_of(module, use)))
+    trim()

@@ -6,6 +6,7 @@ It gates a model in place, moves the gates by one call a step, and gives back a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from rankwise.core.budget import Account, Budget, SizeReport, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
+from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, source
 from rankwise.core.surgery import install
@@ -136,13 +138,31 @@ class Pruner:
                 "Train first, or use `rankwise.compress` to prune without training."
             )
         limit = self._limit(budget)
+        dtype = (budget or self.budget).dtype
+        self._settle_layouts(limit, dtype)
         small = compact(self.model, self.controller, limit)
         answer(small)
         families.changed(small)
         size = self.account.dense if self.method.counts_nonzeros else self.account.size(self.controller.counts(limit))
         assert count(small) == size
-        dtype = (budget or self.budget).dtype
         return small if dtype is None else small.to(dtype)
+
+    def _settle_layouts(self, limit: int, dtype: torch.dtype | None) -> None:
+        """Let those matrices be pairs, at the price of pairs, whose pivots would suffer in half precision."""
+        while True:
+            pairs = set()
+            for i, kept in enumerate(self.controller.choose(limit)):
+                matrix, columns = self.controller.matrices[i], self.plan.sites[i].has_embedding
+                if isinstance(matrix, FactorizedMatrix) and matrix.suffers(
+                    kept, self.controller.values(i), dtype, by_columns=columns
+                ):
+                    matrix.pivot = False
+                    pairs.add(i)
+            if not pairs:
+                return
+            curves = (replace(c, pivot=c.pivot and i not in pairs) for i, c in enumerate(self.account.curves))
+            self.account = self.controller.account = replace(self.account, curves=tuple(curves))
+            self.controller.outdate()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs: the gated model with its gates, multipliers and step."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.core.budget import CostCurve
-from rankwise.core.choice import ranked_counts, uniform_counts
+from rankwise.core.choice import ranked_counts, uniform_counts, worth
 
-shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
+Shape = tuple[int, int, bool]
+"""Outputs, inputs, and whether it is exported in the pivot layout."""
 multiples = st.sampled_from([1, 1, 2, 3])
 
 
-def curves_of(shapes: list[tuple[int, int]]) -> list[CostCurve]:
-    return [CostCurve(min(shape), sum(shape), shape[0] * shape[1]) for shape in shapes]
+def curves_of(shapes: list[Shape]) -> list[CostCurve]:
+    return [CostCurve(min(out, into), out + into, out * into, pivot) for out, into, pivot in shapes]
 
 
 def cost(curves: list[CostCurve], counts: list[int]) -> int:
@@ -32,7 +38,7 @@ def assert_full(curves: list[CostCurve], counts: list[int], room: int, multiple:
 
 
 @given(shapes, st.integers(0, 300), multiples, st.integers(0, 10**6))
-def test_ranked_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int, seed: int) -> None:
+def test_ranked_choice_fits_and_is_full(shapes: list[Shape], room: int, multiple: int, seed: int) -> None:
     curves = curves_of(shapes)
     generator = torch.Generator().manual_seed(seed)
     scores = [torch.randn(curve.num_components, generator=generator) for curve in curves]
@@ -40,13 +46,13 @@ def test_ranked_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int
 
 
 @given(shapes, st.integers(0, 300), multiples)
-def test_uniform_choice_fits_and_is_full(shapes: list[tuple[int, int]], room: int, multiple: int) -> None:
+def test_uniform_choice_fits_and_is_full(shapes: list[Shape], room: int, multiple: int) -> None:
     curves = curves_of(shapes)
     assert_full(curves, uniform_counts(curves, room, multiple), room, multiple)
 
 
 @given(shapes, st.integers(0, 300), st.integers(0, 10**6))
-def test_ranked_choice_is_the_greedy_one(shapes: list[tuple[int, int]], room: int, seed: int) -> None:
+def test_ranked_choice_is_the_greedy_one(shapes: list[Shape], room: int, seed: int) -> None:
     """The oracle: walk down the ranking one component at a time, take what fits."""
     curves = curves_of(shapes)
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +67,7 @@ def test_ranked_choice_is_the_greedy_one(shapes: list[tuple[int, int]], room: in
 
 
 @given(shapes, st.integers(0, 300))
-def test_scores_that_are_not_numbers_come_last(shapes: list[tuple[int, int]], room: int) -> None:
+def test_scores_that_are_not_numbers_come_last(shapes: list[Shape], room: int) -> None:
     curves = curves_of(shapes)
     scores = [torch.full((curve.num_components,), float("nan")) for curve in curves]
     assert_full(curves, ranked_counts(scores, curves, room), room, 1)
@@ -80,3 +86,36 @@ def test_an_export_may_keep_nothing() -> None:
 
 def test_no_matrix_is_a_choice_too() -> None:
     assert ranked_counts([], [], 10) == uniform_counts([], 10) == []
+
+
+def energies(curves: list[CostCurve], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.rand(curve.num_components, generator=generator, dtype=torch.float64) for curve in curves)
+    return [energy.sort(descending=True).values for energy in drawn]
+
+
+@given(shapes, st.integers(0, 10**6))
+def test_worth_never_rises_and_spends_all_energy(shapes: list[Shape], seed: int) -> None:
+    for curve, energy in zip(curves_of(shapes), energies(curves_of(shapes), seed), strict=True):
+        slopes = worth(energy, curve)
+        assert (slopes.diff() <= 1e-12).all()
+        steps = curve.costs(torch.arange(curve.num_components + 1)).diff()
+        assert float((slopes * steps).sum()) == pytest.approx(float(energy.sum()))
+
+
+@given(st.lists(shapes.map(lambda found: found[0]), min_size=2, max_size=3), st.integers(0, 10**6), st.data())
+def test_no_choice_keeps_more_than_the_one_by_worth(shapes: list[Shape], seed: int, data: st.DataObject) -> None:
+    """The oracle: every choice there is, at the sizes where the last matrix is taken whole steps of worth."""
+    curves = curves_of(shapes)
+    energy = energies(curves, seed)
+    scores = [worth(e, c) for e, c in zip(energy, curves, strict=True)]
+    threshold = data.draw(st.sampled_from(torch.cat(scores).tolist()))
+    whole = [int((score >= threshold).sum()) for score in scores]
+    room = cost(curves, whole)
+
+    def kept(counts: Sequence[int]) -> float:
+        return sum(float(e[:k].sum()) for e, k in zip(energy, counts, strict=True))
+
+    every = itertools.product(*(range(curve.num_components + 1) for curve in curves))
+    best = max(kept(counts) for counts in every if cost(curves, list(counts)) <= room)
+    assert kept(ranked_counts(scores, curves, room)) == pytest.approx(best)

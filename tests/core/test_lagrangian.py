@@ -38,11 +38,15 @@ def test_the_penalty_is_that_of_the_paper(gap: float, lambda_1: float, lambda_2:
 
 # the expected size
 
-curves_ = st.lists(
-    st.builds(CostCurve, num_components=st.integers(1, 12), per_component=st.integers(1, 40), cap=st.integers(1, 200)),
-    min_size=1,
-    max_size=6,
+pairs = st.builds(
+    CostCurve, num_components=st.integers(1, 12), per_component=st.integers(1, 40), cap=st.integers(1, 200)
 )
+pivots = st.builds(
+    lambda rows, columns: CostCurve(min(rows, columns), rows + columns, rows * columns, pivot=True),
+    st.integers(1, 12),
+    st.integers(1, 12),
+)
+curves_ = st.lists(pairs | pivots, min_size=1, max_size=6)
 
 
 def flat(curves: list[CostCurve], seed: int) -> Tensor:
@@ -60,7 +64,8 @@ def test_the_expected_size_is_the_cost_of_the_expected_ranks(curves: list[CostCu
     p = flat(curves, seed)
     size = 0.0
     for curve, part in zip(curves, p.split([c.num_components for c in curves]), strict=True):
-        size += min(float(part.sum()) * curve.per_component, curve.cap)
+        rank = float(part.sum())
+        size += min(rank * (curve.per_component - rank * curve.pivot), curve.cap)
     assert float(expected_size(curves, p)) == pytest.approx(size)
 
 
@@ -70,7 +75,13 @@ def test_every_component_pulls_with_its_cost_even_where_its_matrix_is_capped(
 ) -> None:
     p = flat(curves, seed).requires_grad_()
     (grad,) = torch.autograd.grad(expected_size(curves, p), p)
-    assert grad.tolist() == [curve.per_component for curve in curves for _ in range(curve.num_components)]
+    want = []
+    for curve, part in zip(curves, p.detach().split([c.num_components for c in curves]), strict=True):
+        # in the pivot layout the more components there are, the less each costs; never nothing
+        cost = curve.per_component - float(part.sum()) * curve.pivot
+        assert cost >= curve.per_component / 2
+        want += [cost] * len(part)
+    assert grad.tolist() == pytest.approx(want)
 
 
 @given(curves_, st.integers(0, 10**6))

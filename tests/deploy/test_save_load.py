@@ -35,6 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "flop-agp": {"anneal_steps": 2, "mask_every": 1},
     "flop-l0": {"anneal_steps": 2},
     "svd": {},
+    "flop-l0 pivot": {"anneal_steps": 2, "layout": "pivot"},
+    "svd pivot": {"layout": "pivot"},
 }
 
 
@@ -108,7 +110,7 @@ def compact(build: Callable[[], nn.Module], x: Tensor, method: str, budget: rw.B
     budget = budget or rw.Budget(removed=0.6, of="prunable")
     if method == "dense":
         budget = rw.Budget(params=rw.count(model))
-    pruner = rw.Pruner(model, budget, method, **METHODS[method])
+    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method])
     optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
     for _ in range(3):
         model(x).float().square().mean().backward()
@@ -155,7 +157,7 @@ def test_a_loaded_model_is_the_saved_one_bit_for_bit(name: str, method: str, tmp
     assert_same(loaded, small, x)
 
 
-@pytest.mark.parametrize("method", ["np-l0", "flop-l0", "svd"])
+@pytest.mark.parametrize("method", ["np-l0", "flop-l0", "svd", "svd pivot"])
 @pytest.mark.parametrize("name", ["mlp", "root", "tied", "low-rank", "shared"])
 def test_a_skeleton_on_the_meta_device_is_filled(name: str, method: str, tmp_path: Path) -> None:
     build, inputs = MODELS[name]
@@ -167,7 +169,7 @@ def test_a_skeleton_on_the_meta_device_is_filled(name: str, method: str, tmp_pat
     assert_same(load(tmp_path / "small", skeleton), small, x)
 
 
-@pytest.mark.parametrize("method", ["fac", "np-l0", "flop-l0", "svd"])
+@pytest.mark.parametrize("method", ["fac", "np-l0", "flop-l0", "svd", "svd pivot"])
 def test_a_model_that_kept_nothing_round_trips(method: str, tmp_path: Path) -> None:
     model, x = mlp(), features()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)

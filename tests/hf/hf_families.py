@@ -88,6 +88,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "agp": {"anneal_steps": 2, "mask_every": 1},
     "fac": {},
     "svd": {},
+    "svd pivot": {"layout": "pivot"},
 }
 
 
@@ -119,7 +120,7 @@ def logits(model: hf.PreTrainedModel, **inputs: Tensor) -> Tensor:
 def pruned(family: str, method: str = "flop-l0", removed: float = 0.4, steps: int = 3) -> rw.Pruner:
     """A short run, as a user would write it."""
     model = build(family)
-    pruner = rw.Pruner(model, rw.Budget(removed=removed), method, **METHODS[method])
+    pruner = rw.Pruner(model, rw.Budget(removed=removed), method.split()[0], **METHODS[method])
     optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-3)
     model.train()
     for step in range(steps):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.hf import save_pretrained
-from rankwise.modules import LowRankHead, SelectedLinear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
 
 pytestmark = QUIET
 
@@ -55,7 +55,11 @@ def rewrite(folder: Path, **changes: Any) -> None:
 # what comes back is what was saved
 
 
-FORMS = [(family, method) for family in ("bert", "gpt2", "llama-tied", "t5") for method in ("np-l0", "agp", "fac")]
+FORMS = [
+    (family, method)
+    for family in ("bert", "gpt2", "llama-tied", "t5")
+    for method in ("np-l0", "agp", "fac", "svd pivot")
+]
 
 
 @pytest.mark.parametrize("family, method", [*((family, "flop-l0") for family in FAMILIES), *FORMS])
@@ -64,7 +68,7 @@ def test_stock_loading_gives_the_same_model(family: str, method: str, tmp_path: 
     small.save_pretrained(tmp_path)
     again = load(tmp_path, type(small))
     assert_same(again, small)
-    ours = {LowRankHead, SelectedLinear}
+    ours = {LowRankHead, PivotLinear, SelectedLinear}
     assert {type(m) for m in again.modules()} & ours == {type(m) for m in small.modules()} & ours
 
 

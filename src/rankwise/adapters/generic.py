@@ -157,9 +157,13 @@ def _sites(model: nn.Module, uses: list[Use], refused: dict[str, str]) -> tuple[
 
 
 def split_pairs(plan: Plan) -> Plan:
-    """The plan with each low-rank pair as two matrices of their own."""
+    """The plan with each low-rank pair as two matrices of their own; one in the pivot layout cannot be split."""
     sites: list[Site] = []
+    left_out: list[LeftOut] = []
     for site in plan.sites:
+        if site.pivot:
+            left_out.append(LeftOut(site.name, site.params, "half of its second matrix is not stored (pivot layout)"))
+            continue
         if site.pair_rank is None:
             sites.append(site)
             continue
@@ -169,4 +173,4 @@ def split_pairs(plan: Plan) -> Plan:
         else:
             first, second = Site((Use(prefix + "0", "linear"),), (rank, columns)), (rows, rank)
         sites += [first, Site((Use(prefix + "1", "linear"),), second)]
-    return Plan(tuple(sites), plan.left_out)
+    return Plan(tuple(sites), (*plan.left_out, *left_out))

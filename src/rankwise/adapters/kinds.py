@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rankwise.core.plan import Site, Use, UseKind, pair
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankHead, PivotLinear
 
 WHOLES: tuple[UseKind, ...] = ("linear-pair", "embedding-pair", "low-rank-head")
 """Kinds of use whose children are part of them."""
@@ -26,7 +26,7 @@ def kind_of(module: nn.Module) -> UseKind | None:
 
 
 def _pair_kind(first: nn.Module, second: nn.Module) -> UseKind | None:
-    if kind_of(second) != "linear" or first is second:
+    if (kind_of(second) != "linear" and not isinstance(second, PivotLinear)) or first is second:
         return None
     if kind_of(first) == "embedding":
         return "embedding-pair" if second.bias is None else None
@@ -64,21 +64,25 @@ def matrix_key(module: nn.Module, kind: UseKind) -> tuple[int, ...]:
     """The identity of the parameters that make up the matrix of a use."""
     if kind == "low-rank-head":
         assert isinstance(module, LowRankHead)
-        return id(module.embedding.weight), id(module.projection.weight)
+        return id(module.embedding.weight), id(_stored(module.projection))
     if kind.endswith("pair"):
         first, second = pair(module)
-        return id(first.weight), id(second.weight)
+        return id(first.weight), id(_stored(second))
     return (id(module.weight),)
+
+
+def _stored(layer: nn.Linear | PivotLinear) -> Tensor:
+    return layer.coefficients if isinstance(layer, PivotLinear) else layer.weight
 
 
 def site_of(module: nn.Module, uses: tuple[Use, ...]) -> Site:
     """The site of a group of uses; `module` is that of the first, which holds the parameters."""
     kind = uses[0].kind
-    if kind == "linear-pair":
+    if kind in ("linear-pair", "embedding-pair"):
         first, second = pair(module)
-        return Site(uses, (second.weight.shape[0], first.weight.shape[1]), first.weight.shape[0])
-    if kind == "embedding-pair":
-        words, projection = pair(module)
-        return Site(uses, (words.weight.shape[0], projection.weight.shape[0]), words.weight.shape[1])
+        rows, pivot = second.out_features, isinstance(second, PivotLinear)
+        if kind == "linear-pair":
+            return Site(uses, (rows, first.weight.shape[1]), first.weight.shape[0], pivot)
+        return Site(uses, (first.weight.shape[0], rows), first.weight.shape[1], pivot)
     rows, columns = module.weight.shape  # type: ignore[misc]
     return Site(uses, (columns, rows) if kind == "conv1d" else (rows, columns))

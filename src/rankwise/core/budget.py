@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.errors import BudgetError
 
@@ -24,15 +24,31 @@ def count(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense)."""
+    """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense).
+
+    In the pivot layout (`rankwise.core.pivot`) k components cost k * (per_component - k): the more there are, the less
+    a further one costs, and all of them cost what the dense matrix does.
+    """
 
     num_components: int
     per_component: int
     cap: int
+    pivot: bool = False
 
     def __call__(self, k: int) -> int:
         assert 0 <= k <= self.num_components
-        return min(k * self.per_component, self.cap)
+        if not self.pivot:
+            return min(k * self.per_component, self.cap)
+        # at the top of the parabola the cap is reached
+        k = min(k, self.per_component // 2)
+        return min(k * (self.per_component - k), self.cap)
+
+    def costs(self, k: Tensor) -> Tensor:
+        """The cost of each of many ranks."""
+        if not self.pivot:
+            return (k * self.per_component).clamp(max=self.cap)
+        k = k.clamp(max=self.per_component // 2)
+        return (k * (self.per_component - k)).clamp(max=self.cap)
 
     @property
     def full(self) -> int:

@@ -1,8 +1,12 @@
-"""Calibration: what a model's data says of each planned matrix, for the whitened SVD."""
+"""Calibration: what a model's data says of each planned matrix, for the whitened SVD.
+
+Two things: the second moments of what reaches a matrix, and how much the loss depends on what leaves it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,30 +17,45 @@ from rankwise.core.plan import Plan, Site, Use, get_module
 from rankwise.errors import DataError
 
 
-def second_moments(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> dict[str, Moments]:
+def second_moments(
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    *,
+    last: tuple[str, int] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Moments]:
     """Run `batches` through `model` and sum up what reaches each site, by the site's name.
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword arguments.
+
+    Args:
+        last: the use that is called last of the plan's, and how often a batch calls it (`calls`); what comes after
+            it is not computed.
+        dtype: of the sums.
     """
-    sums = {site.name: _Sums(site) for site in plan.sites}
-    handles = [
-        get_module(model, use).register_forward_pre_hook(sums[site.name].hook(use), prepend=True, with_kwargs=True)
-        for site in plan.sites
-        for use in site.uses
-    ]
-    modes = [(module, module.training) for module in model.modules()]
+    sums = {site.name: _Sums(site, dtype) for site in plan.sites}
+    uses = {use.name: sums[site.name].hook(use) for site in plan.sites for use in site.uses}
+
+    seen = 0
+
+    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal seen
+        uses[name](next(iter((*args, *kwargs.values()))))
+        if last is not None and name == last[0]:
+            seen += 1
+            if seen == last[1]:
+                raise _Enough
+
     number = 0
-    try:
-        model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                number += 1
+    with _watching(model, plan, see), torch.no_grad():
+        for batch in batches:
+            number += 1
+            seen = 0
+            try:
                 _call(model, batch)
-    finally:
-        for module, training in modes:
-            module.training = training
-        for handle in handles:
-            handle.remove()
+            except _Enough:
+                continue
     if not number:
         raise DataError("`calibration` must hold at least one batch, but is empty.")
     moments = {name: total.moments() for name, total in sums.items()}
@@ -46,40 +65,148 @@ def second_moments(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> dict
     return moments
 
 
-def _call(model: nn.Module, batch: Any) -> None:
+def calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
+    """How often a batch calls each use of the plan, by name, in the order of their last calls."""
+    seen: dict[str, int] = {}
+
+    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[name] = seen.pop(name, 0) + 1
+
+    with _watching(model, plan, see), torch.no_grad():
+        _call(model, batch)
+    return seen
+
+
+def output_weights(
+    model: nn.Module, plan: Plan, batches: Iterable[Any], loss: Callable[[Any], Tensor]
+) -> dict[str, Tensor]:
+    """How much the loss depends on each output of each site: E[(dL/dy)^2], by the site's name.
+
+    In the second order, with outputs taken as independent, an error e of the outputs raises the loss by half of
+    sum_o E[(dL/dy_o)^2] e_o^2: the diagonal of the Fisher information. So errors of all matrices are in one unit.
+
+    Args:
+        loss: of what the model returns for a batch.
+    """
+    sums: dict[str, Tensor] = {}
+    handles = []
+    for site in plan.sites:
+        # a table of words that is an output layer too is weighed as that
+        uses = [use for use in site.uses if not use.is_embedding] or site.uses
+        handles += [get_module(model, use).register_forward_hook(_weighing(site, use, sums)) for use in uses]
+    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in wanted:
+            parameter.requires_grad_(False)
+        with _evaluating(model), torch.enable_grad():
+            for batch in batches:
+                loss(_call(model, batch)).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for parameter, asked in wanted:
+            parameter.requires_grad_(asked)
+        for handle in handles:
+            handle.remove()
+    for name, squares in sums.items():
+        if not torch.isfinite(squares).all():
+            raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
+    return sums
+
+
+def _weighing(site: Site, use: Use, sums: dict[str, Tensor]) -> Callable[..., Tensor]:
+    """A hook that adds the squared gradients of what a use gives to those of its site."""
+
+    def see(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def add(grad: Tensor) -> None:
+            squares = grad.detach().reshape(-1, grad.shape[-1]).float().square()
+            if use.is_embedding:
+                rows = squares.new_zeros(site.shape[0]).index_add_(0, args[0].flatten(), squares.mean(1))
+            else:
+                rows = squares.sum(0)
+            sums[site.name] = sums[site.name] + rows if site.name in sums else rows
+
+        # the first ones begin the graph: no parameter asks for a gradient
+        output = output if output.requires_grad else output.requires_grad_()
+        output.register_hook(add)  # type: ignore[no-untyped-call]
+        return output
+
+    return see
+
+
+class _Enough(Exception):  # noqa: N818 - no error
+    """All that was asked for has been seen."""
+
+
+@contextmanager
+def _watching(
+    model: nn.Module, plan: Plan, see: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Let `see` be told of each use's inputs; the model is left as it was."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: see(name, args, kwargs)
+
+    handles = [
+        get_module(model, use).register_forward_pre_hook(hook(use.name), prepend=True, with_kwargs=True)
+        for site in plan.sites
+        for use in site.uses
+    ]
+    try:
+        with _evaluating(model):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
 
 
 class _Sums:
     """Running sums of one site: x x^T where it is a linear layer, look-ups where it is an embedding."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, dtype: torch.dtype) -> None:
         self.site = site
+        self.dtype = dtype
         self.inputs_II: Tensor | None = None
         self.rows_O: Tensor | None = None
         self.num_inputs = 0
 
-    def hook(self, use: Use) -> Any:
-        def look_up(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            index = next(iter((*args, *kwargs.values())))
-            counts = torch.bincount(index.flatten(), minlength=self.site.shape[0]).double()
-            self.rows_O = counts if self.rows_O is None else self.rows_O + counts
+    def hook(self, use: Use) -> Callable[[Tensor], None]:
+        return self._look_up if use.is_embedding else self._multiply
 
-        def multiply(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            x = next(iter((*args, *kwargs.values()))).reshape(-1, self.site.shape[1]).double()
-            self.inputs_II = x.t() @ x if self.inputs_II is None else self.inputs_II.addmm_(x.t(), x)
-            self.num_inputs += len(x)
+    def _look_up(self, index: Tensor) -> None:
+        counts = torch.bincount(index.flatten(), minlength=self.site.shape[0]).double()
+        self.rows_O = counts if self.rows_O is None else self.rows_O + counts
 
-        return look_up if use.is_embedding else multiply
+    def _multiply(self, x: Tensor) -> None:
+        x = x.reshape(-1, self.site.shape[1]).to(self.dtype)
+        self.inputs_II = x.t() @ x if self.inputs_II is None else self.inputs_II.addmm_(x.t(), x)
+        self.num_inputs += len(x)
 
     def moments(self) -> Moments:
         inputs, rows = self.inputs_II, self.rows_O
         return Moments(
-            None if inputs is None else inputs / max(self.num_inputs, 1),
+            None if inputs is None else inputs.div_(max(self.num_inputs, 1)),
             None if rows is None else rows / rows.sum().clamp(min=1),
         )
+
+
+def moment_bytes(sites: Sequence[Site], dtype: torch.dtype) -> int:
+    """Memory that `second_moments` takes for these sites."""
+    return sum(dtype.itemsize * site.shape[1] ** 2 for site in sites)

@@ -8,6 +8,7 @@ no step that is left fits any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,8 +51,34 @@ def _steps(score: Tensor, curve: CostCurve, multiple: int) -> tuple[Tensor, Tens
     starts = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])
     total = torch.cat([torch.zeros(1, dtype=torch.double), best_first.cumsum(0)])
     mean = best_first if multiple == 1 else (total[ends] - total[starts]) / (ends - starts)
-    spent = (ends * curve.per_component).clamp(max=curve.cap)
+    spent = curve.costs(ends)
     return mean, spent.diff(prepend=torch.zeros(1, dtype=torch.long)), ends
+
+
+def worth(energy_R: Tensor, curve: CostCurve) -> Tensor:
+    """What each component saves per parameter, for `ranked_counts`; `energy_R` is what dropping each costs, most first.
+
+    A component may cost less than the one before it, or nothing, so that to go on is worth more than to stop there.
+    That is the slope of the least concave curve above (parameters spent, energy kept): matrices that are taken in
+    its order keep the most energy in all, but for the last one taken.
+    """
+    spent: list[int] = curve.costs(torch.arange(len(energy_R) + 1)).tolist()
+    kept: list[float] = [0.0, *energy_R.double().cumsum(0).tolist()]
+    corners = [0]
+
+    def is_below(middle: int, left: int, right: int) -> bool:
+        return (kept[middle] - kept[left]) * (spent[right] - spent[left]) <= (kept[right] - kept[left]) * (
+            spent[middle] - spent[left]
+        )
+
+    for k in range(1, len(kept)):
+        while len(corners) > 1 and is_below(corners[-1], corners[-2], k):
+            corners.pop()
+        corners.append(k)
+    slopes = torch.zeros(len(energy_R), dtype=torch.float64)
+    for left, right in pairwise(corners):
+        slopes[left:right] = (kept[right] - kept[left]) / max(spent[right] - spent[left], 1)
+    return slopes
 
 
 def uniform_counts(curves: Sequence[CostCurve], room: int, multiple: int = 1) -> list[int]:

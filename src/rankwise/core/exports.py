@@ -8,9 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-from rankwise.modules import LowRankHead, SelectedLinear, embedding, linear
+from rankwise.core.pivot import choose_rows
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, linear
 
 
 class Export(ABC):
@@ -60,6 +62,50 @@ class LowRankExport(Export):
             self.table = nn.Sequential(embedding(self.p_OK, padding_idx), linear(q_IK, None))
             return self.table
         return nn.Sequential(embedding(self.p_OK, padding_idx), self.table[1])
+
+
+@dataclass
+class PivotExport(Export):
+    """Rows of W and coefficients of the others; columns, where W is a table of words, which may be many.
+
+    P and Q are in the precision to compute in; what is made of them has the dtype of `like`. Uses share parameters,
+    and each has its places, because transformers knows tied parameters but no tied buffers.
+    """
+
+    p_OK: Tensor
+    q_KI: Tensor
+    like: nn.Parameter
+    words: nn.Embedding | None = field(default=None, init=False)
+    """The first embedding made of this matrix, to which output layers are tied. Embeddings are asked for first."""
+    made: tuple[nn.Parameter, nn.Parameter, Tensor] | None = field(default=None, init=False)
+    """Rows (or columns), coefficients and places, once the first use has been asked for."""
+
+    def as_linear(self, bias: nn.Parameter | None) -> nn.Module:
+        if self.words is not None:
+            return LowRankHead(self.words, self._pivot(None), bias)
+        if self.made is None:
+            places, chosen, coefficients = choose_rows(self.p_OK)
+            rows_KI = self.p_OK[chosen] @ self.q_KI
+            self.made = (self._parameter(rows_KI), self._parameter(coefficients), places)
+        return nn.Sequential(linear(self.made[0], None), self._pivot(bias))
+
+    def as_embedding(self, padding_idx: int | None) -> nn.Module:
+        if self.made is None:
+            places, chosen, coefficients = choose_rows(self.q_KI.t())
+            columns_OK = self.p_OK @ self.q_KI[:, chosen]
+            self.made = (self._parameter(columns_OK), self._parameter(coefficients), places)
+        words = embedding(self.made[0], padding_idx)
+        self.words = self.words or words
+        return nn.Sequential(words, self._pivot(None))
+
+    def _pivot(self, bias: nn.Parameter | None) -> PivotLinear:
+        assert self.made is not None
+        _, coefficients, places = self.made
+        return PivotLinear(coefficients, places.clone(), bias)
+
+    def _parameter(self, tensor: Tensor) -> nn.Parameter:
+        tensor = tensor.detach().to(self.like.dtype, memory_format=torch.contiguous_format)
+        return nn.Parameter(tensor, self.like.requires_grad)
 
 
 @dataclass

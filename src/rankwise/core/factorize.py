@@ -32,7 +32,7 @@ class Moments:
     inputs_II: Tensor | None = None
     """Second moment E[x x^T] of the inputs."""
     rows_O: Tensor | None = None
-    """How often each row is looked up, where the matrix is an embedding."""
+    """What an error of each output weighs: how often a row is looked up, where the matrix is an embedding."""
 
 
 def same_size_rank(shape: tuple[int, int]) -> int:
@@ -60,34 +60,53 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     """The best factors of the given rank, with the singular values shared out between P and Q.
 
     Without `moments` the squared error of W is least; with them that of its outputs on the calibration data:
-    || F^(1/2) (W - P Q) C^(1/2) ||, C = E[x x^T] and F = row frequencies, both damped.
+    || F^(1/2) (W - P Q) C^(1/2) ||, C = E[x x^T] and F = weights of the outputs, both damped.
 
-    P = W L V / d and Q = d V^T L^-1, where C = L L^T and V are the eigenvectors of L^T W^T F W L: at full rank P Q is
-    W to rounding, whatever the accuracy of V. The Gram matrix is summed in double precision, a few rows at a time, so
-    a large embedding is never copied whole.
+    With C = L L^T, F^(1/2) W L = U S V^T is never computed: the smaller of its two Gram matrices has U or V as
+    eigenvectors. P = W L V / d and Q = d V^T L^-1, or P = d F^(-1/2) U and Q = U^T F^(1/2) W / d: at full rank P Q is
+    W to rounding, whatever the accuracy of the vectors. Gram matrices are summed in double precision, a few rows at a
+    time, so a large embedding is never copied whole.
     """
     out_features, in_features = weight_OI.shape
     full = min(out_features, in_features)
     rank = full if rank is None else min(rank, full)
-    weight = weight_OI.detach()
     moments = moments or Moments()
-    if moments.inputs_II is None and moments.rows_O is None and out_features < in_features:
-        left = svd(weight.t(), rank)
-        return Factors(left.q_RI.t().contiguous(), left.p_OR.t().contiguous(), left.energy_R)
+    rows_O = _damped_rows(moments.rows_O, damping)
+    make = _from_outputs if out_features < in_features else _from_inputs
+    p_OR, q_RI, energy_R = make(weight_OI.detach(), rank, rows_O, moments.inputs_II, damping)
+    return Factors(p_OR.to(weight_OI.dtype), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
 
-    gram = _gram(weight, _damped_rows(moments.rows_O, damping))
-    right, right_inverse = _square_root(moments.inputs_II, damping)
+
+def _from_inputs(
+    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    gram = _gram(weight, rows_O)
+    right, right_inverse = _square_root(inputs_II, damping)
     if right is not None:
         gram = right.t() @ gram @ right
-    energy, vectors = torch.linalg.eigh(gram)
-    energy, vectors = energy.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
-    # d = sqrt(singular value); a vanishing one must not divide by zero
-    d = energy.clamp(min=max(1e-14 * float(energy[:1].sum()), 1e-30)).pow(0.25)
+    energy, vectors, d = _largest(gram, rank)
     precise = torch.promote_types(weight.dtype, torch.float32)
     to_p = (vectors if right is None else right @ vectors) / d
     to_q = (vectors if right_inverse is None else right_inverse.t() @ vectors) * d
-    p_OR = weight.to(precise) @ to_p.to(precise)
-    return Factors(p_OR.to(weight.dtype), to_q.t().to(weight.dtype).contiguous(), energy)
+    return weight.to(precise) @ to_p.to(precise), to_q.t(), energy
+
+
+def _from_outputs(
+    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weighted = weight.double() if rows_O is None else weight.double() * rows_O.sqrt().unsqueeze(1)
+    spread = weighted if inputs_II is None else weighted @ _damped(inputs_II, damping)
+    energy, vectors, d = _largest(spread @ weighted.t(), rank)
+    p_OR = vectors * d if rows_O is None else vectors * d / rows_O.sqrt().unsqueeze(1)
+    return p_OR, (vectors / d).t() @ weighted, energy
+
+
+def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest eigenvalues with their vectors, and their fourth roots: those of singular values' squares."""
+    energy, vectors = torch.linalg.eigh(gram)
+    energy, vectors = energy.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
+    # d = sqrt(singular value); a vanishing one must not divide by zero
+    return energy, vectors, energy.clamp(min=max(1e-14 * float(energy[:1].sum()), 1e-30)).pow(0.25)
 
 
 def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
@@ -101,7 +120,7 @@ def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
 
 
 def _damped_rows(rows_O: Tensor | None, damping: float) -> Tensor | None:
-    if rows_O is None:
+    if rows_O is None or not (rows_O.double().mean() > 0):
         return None
     rows_O = rows_O.double()
     return rows_O + damping * rows_O.mean()
@@ -111,7 +130,13 @@ def _square_root(inputs_II: Tensor | None, damping: float) -> tuple[Tensor | Non
     """L and L^-1 with L L^T = C + damping * mean(diag C)."""
     if inputs_II is None:
         return None, None
-    values, vectors = torch.linalg.eigh(inputs_II.double())
-    values = values.clamp(min=0)
-    root = (values + damping * values.mean().clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+    values, vectors = torch.linalg.eigh(_damped(inputs_II, damping))
+    root = values.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     return vectors * root, vectors.t() / root.unsqueeze(1)
+
+
+def _damped(inputs_II: Tensor, damping: float) -> Tensor:
+    """C + damping * mean(diag C), in double precision."""
+    damped = inputs_II.double()
+    mean = damped.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
+    return damped + torch.eye(len(damped), dtype=torch.float64, device=damped.device) * (damping * mean)

@@ -101,23 +101,29 @@ class ExpectedSize:
     """s(alpha) of all matrices together, as a function of the open probabilities of their components.
 
     Per matrix the value is the cost of exporting the expected rank, never above dense; the gradient of a component is
-    its cost whether or not that cap holds, so that a full-rank start is no dead end.
+    its cost whether or not that cap holds, so that a full-rank start is no dead end. In the pivot layout, where k
+    components cost k (c - k), each has the mean cost c - k: what the last one costs is nothing in a square matrix of
+    full rank, which would be such an end.
     """
 
     def __init__(self, curves: Sequence[CostCurve], layout: Layout) -> None:
         self.layout = layout
+        self.sizes = torch.tensor(layout.sizes)
         self.costs = torch.tensor([curve.per_component for curve in curves], dtype=torch.float64)
         self.caps = torch.tensor([curve.cap for curve in curves], dtype=torch.float64)
-        self.component_costs = self.costs.repeat_interleave(torch.tensor(layout.sizes))
+        self.pivots = torch.tensor([curve.pivot for curve in curves], dtype=torch.float64)
 
     def __call__(self, open_probability: Tensor) -> Tensor:
         device = open_probability.device
-        self.costs, self.caps = self.costs.to(device), self.caps.to(device)
-        self.component_costs = self.component_costs.to(device)
+        self.costs, self.caps, self.pivots = (t.to(device) for t in (self.costs, self.caps, self.pivots))
+        self.sizes = self.sizes.to(device)
         p = open_probability.double()
-        uncapped = (self.component_costs * p).sum()
         with torch.no_grad():
-            value = torch.minimum(self.layout.sums(p) * self.costs, self.caps).sum()
+            ranks = self.layout.sums(p)
+            mean = self.costs - self.pivots * torch.minimum(ranks, self.costs / 2)
+            value = torch.minimum(ranks * mean, self.caps).sum()
+            of_component = mean.repeat_interleave(self.sizes, output_size=self.layout.total)
+        uncapped = (of_component * p).sum()
         return uncapped + (value - uncapped).detach()
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.core.budget import CostCurve
-from rankwise.core.exports import DenseExport, Export, LowRankExport, SelectedExport
+from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
 from rankwise.core.gates import Gate
+from rankwise.core.pivot import ROUNDING, rounding_error
 from rankwise.kernels.pair import pair_linear
 from rankwise.modules import Pair
 
@@ -70,16 +71,18 @@ class GatedMatrix(nn.Module, ABC):
 class FactorizedMatrix(GatedMatrix):
     """W = P diag(z) Q: component k is the rank-1 matrix p_k q_k.  Paper: section 4.1."""
 
-    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate) -> None:
+    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate, *, pivot: bool = False) -> None:
         super().__init__()
         assert p_OR.shape[1] == q_RI.shape[0] == gate.num_components
         self.shape = (p_OR.shape[0], q_RI.shape[1])
         self.p = p_OR
         self.q = q_RI
         self.gate = gate
+        self.pivot = pivot
+        """Whether it is exported in the pivot layout, rather than as a pair."""
 
     def curve(self) -> CostCurve:
-        return factorized_curve(self.shape, self.gate.num_components)
+        return factorized_curve(self.shape, self.gate.num_components, pivot=self.pivot)
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         return pair_linear(x_BI, self.pair(), bias_O)
@@ -106,14 +109,25 @@ class FactorizedMatrix(GatedMatrix):
         return norms
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
-        p, q = self.p.detach().index_select(1, kept), self.q.detach().index_select(0, kept)
-        if z is not None:
-            q = (q * z.index_select(0, kept).unsqueeze(1)).to(q.dtype)
-        out_features, in_features = self.shape
-        if len(kept) * (out_features + in_features) < out_features * in_features:
-            return LowRankExport(_like(p, self.p), _like(q, self.q))
+        p, q = self._kept(kept, z)
         precise = torch.promote_types(p.dtype, torch.float32)
-        return DenseExport(_like((p.to(precise) @ q.to(precise)).to(p.dtype), self.p))
+        if self.curve()(len(kept)) == self.out_features * self.in_features:
+            return DenseExport(_like((p.to(precise) @ q.to(precise)).to(p.dtype), self.p))
+        if self.pivot:
+            return PivotExport(p.to(precise), q.to(precise), self.p)
+        return LowRankExport(_like(p, self.p), _like(q, self.q))
+
+    def suffers(self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool) -> bool:
+        """Whether the pivot layout of the components `kept` would lose accuracy that a pair has in half precision."""
+        dtype = dtype or self.p.dtype
+        if not self.pivot or dtype.itemsize > 2 or self.curve()(len(kept)) == self.out_features * self.in_features:
+            return False
+        p, q = self._kept(kept, z)
+        return rounding_error(p.to(dtype), q.to(dtype), by_columns=by_columns) > ROUNDING
+
+    def _kept(self, kept: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+        p, q = self.p.detach().index_select(1, kept), self.q.detach().index_select(0, kept)
+        return p, q if z is None else (q * z.index_select(0, kept).unsqueeze(1)).to(q.dtype)
 
 
 class InputGatedMatrix(GatedMatrix):
@@ -192,9 +206,9 @@ class MaskedMatrix(GatedMatrix):
         return DenseExport(_like(torch.where(mask, w, 0), self.w))
 
 
-def factorized_curve(shape: tuple[int, int], rank: int) -> CostCurve:
-    """A rank-1 component costs O + I; a matrix is exported dense where that is smaller."""
-    return CostCurve(rank, sum(shape), shape[0] * shape[1])
+def factorized_curve(shape: tuple[int, int], rank: int, *, pivot: bool = False) -> CostCurve:
+    """A rank-1 component costs O + I, less in the pivot layout; a matrix is exported dense where that is smaller."""
+    return CostCurve(rank, sum(shape), shape[0] * shape[1], pivot)
 
 
 def input_gated_curve(shape: tuple[int, int]) -> CostCurve:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import PlanError
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankHead, PivotLinear
 
 UseKind = Literal["linear", "conv1d", "embedding", "linear-pair", "embedding-pair", "low-rank-head"]
 """`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair is an `nn.Sequential` of two
@@ -40,6 +40,8 @@ class Site:
     """Outputs x inputs; words x width for an embedding."""
     pair_rank: int | None = None
     """Rank of the low-rank pair that the model holds instead of a plain matrix."""
+    pivot: bool = False
+    """Whether that pair is in the pivot layout (its second layer is a `PivotLinear`)."""
 
     @property
     def name(self) -> str:
@@ -49,7 +51,9 @@ class Site:
     def params(self) -> int:
         """Parameters before pruning."""
         out_features, in_features = self.shape
-        return out_features * in_features if self.pair_rank is None else self.pair_rank * (out_features + in_features)
+        if self.pair_rank is None:
+            return out_features * in_features
+        return self.pair_rank * (out_features + in_features - self.pair_rank * self.pivot)
 
     @property
     def has_embedding(self) -> bool:
@@ -125,11 +129,11 @@ def get_module(model: nn.Module, use: Use) -> nn.Module:
         ) from None
 
 
-def pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
+def pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear | PivotLinear]:
     """The two layers of a low-rank pair."""
     assert isinstance(module, nn.Sequential) and len(module) == 2
     first, second = module
-    assert isinstance(first, nn.Linear | nn.Embedding) and isinstance(second, nn.Linear)
+    assert isinstance(first, nn.Linear | nn.Embedding) and isinstance(second, nn.Linear | PivotLinear)
     return first, second
 
 

@@ -17,7 +17,19 @@ from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.deploy.save import FORMAT, STRUCTURE, VERSION, WEIGHTS, dtype_name
-from rankwise.deploy.structure import Head, Layer, Selected, from_json, layer_of, role_of, tensors_of, walk
+from rankwise.deploy.structure import (
+    Head,
+    Layer,
+    PivotEmbedding,
+    PivotHead,
+    PivotPair,
+    Selected,
+    from_json,
+    layer_of,
+    role_of,
+    tensors_of,
+    walk,
+)
 from rankwise.errors import CheckpointError
 from rankwise.models.architectures import build, from_description
 
@@ -237,12 +249,24 @@ def _read_tensors(folder: Path, saved: Saved) -> dict[str, Tensor]:
 
 
 def _check_masks(folder: Path, saved: Saved, values: dict[str, Tensor]) -> None:
-    """Selected inputs must be as many as the weight has columns."""
+    """Selected inputs must be as many as the weight has columns, and places an order of the outputs."""
     for name, layer in saved.layers.items():
+        part = {PivotPair: "1.", PivotEmbedding: "1.", PivotHead: "projection."}.get(type(layer))
+        if part is not None:
+            places = values[saved.stored_as(f"{name}.{part}places" if name else f"{part}places")]
+            if not is_order(places):
+                raise _damaged(folder / WEIGHTS, f"the places of {name} must be an order of its outputs")
         if isinstance(layer, Selected):
             kept = values[saved.stored_as(f"{name}.kept" if name else "kept")]
             if kept.dtype is not torch.bool or int(kept.sum()) != layer.kept:
                 raise _damaged(folder / WEIGHTS, f"{name} must keep {layer.kept} inputs, but keeps {int(kept.sum())}")
+
+
+def is_order(places: Tensor) -> bool:
+    """Whether a tensor holds the numbers 0 to n - 1, each once: what `PivotLinear` needs to read its outputs by."""
+    if places.dtype is not torch.int32:
+        return False
+    return torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32, device=places.device))
 
 
 def _place(saved: Saved, slots: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import CheckpointError
-from rankwise.modules import LowRankHead, SelectedLinear, embedding, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, linear
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
@@ -84,6 +84,17 @@ class LowRankLinear(Linear):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PivotPair(LowRankLinear):
+    """`nn.Sequential` of a `Linear` without bias and a `rankwise.modules.PivotLinear`."""
+
+    kind = "pivot_linear"
+
+    def build(self, like: Tensor, find: Find) -> nn.Module:
+        first = linear(_waiting(like, self.rank, self.inputs), None)
+        return nn.Sequential(first, _pivot(like, self.outputs, self.rank, _bias(like, self.outputs, self.bias)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selected(Linear):
     """`rankwise.modules.SelectedLinear`."""
 
@@ -109,13 +120,23 @@ class Head(Linear):
         words = (
             embedding(_waiting(like, self.outputs, self.rank), None) if self.embedding is None else find(self.embedding)
         )
-        if self.projection is None:
-            projection: nn.Module = linear(_waiting(like, self.inputs, self.rank), None)
-        else:
-            projection = find(self.projection)
-        if not isinstance(words, nn.Embedding) or not isinstance(projection, nn.Linear):
+        projection = self._projection(like) if self.projection is None else find(self.projection)
+        if not isinstance(words, nn.Embedding) or not isinstance(projection, nn.Linear | PivotLinear):
             raise CheckpointError(f"{self.embedding} and {self.projection} are {words} and {projection}")
         return LowRankHead(words, projection, _bias(like, self.outputs, self.bias))
+
+    def _projection(self, like: Tensor) -> nn.Module:
+        return linear(_waiting(like, self.inputs, self.rank), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PivotHead(Head):
+    """The same with a `rankwise.modules.PivotLinear` of its own as projection."""
+
+    kind = "pivot_head"
+
+    def _projection(self, like: Tensor) -> nn.Module:
+        return _pivot(like, self.inputs, self.rank, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +166,34 @@ class LowRankEmbedding(Embedding):
         return nn.Sequential(words, linear(_waiting(like, self.width, self.rank), None))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PivotEmbedding(LowRankEmbedding):
+    """`nn.Sequential` of an `Embedding` and a `rankwise.modules.PivotLinear` without bias."""
+
+    kind = "pivot_embedding"
+
+    def build(self, like: Tensor, find: Find) -> nn.Module:
+        words = embedding(_waiting(like, self.words, self.rank), self.padding_idx)
+        return nn.Sequential(words, _pivot(like, self.width, self.rank, None))
+
+
 KINDS: dict[str, type[Layer]] = {
-    layer.kind: layer for layer in (Linear, LowRankLinear, Selected, Head, Embedding, LowRankEmbedding)
+    layer.kind: layer
+    for layer in (
+        *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
+        *(Embedding, LowRankEmbedding, PivotEmbedding),
+    )
 }
 
 
 def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
     """A parameter without memory of its own, to be replaced."""
     return nn.Parameter(torch.empty((), device=like.device).expand(shape), like.requires_grad)
+
+
+def _pivot(like: Tensor, outputs: int, rank: int, bias: nn.Parameter | None) -> PivotLinear:
+    places = torch.arange(outputs, dtype=torch.int32, device=None if like.is_meta else like.device)
+    return PivotLinear(_waiting(like, outputs - rank, rank), places, bias)
 
 
 def _bias(like: Tensor, size: int, wanted: bool) -> nn.Parameter | None:
@@ -205,8 +246,9 @@ def layer_of(module: nn.Module) -> Layer | None:
     """What a module is, if pruning could have made it."""
     if isinstance(module, LowRankHead):
         words, rank = module.embedding.weight.shape
-        width, bias = module.projection.weight.shape[0], module.bias is not None
-        return Head(inputs=width, outputs=words, bias=bias, rank=rank, embedding=None, projection=None)
+        width, bias = module.projection.out_features, module.bias is not None
+        head = PivotHead if isinstance(module.projection, PivotLinear) else Head
+        return head(inputs=width, outputs=words, bias=bias, rank=rank, embedding=None, projection=None)
     if isinstance(module, SelectedLinear):
         outputs, kept = module.weight.shape
         return Selected(inputs=module.kept.numel(), outputs=outputs, bias=module.bias is not None, kept=kept)
@@ -218,7 +260,18 @@ def layer_of(module: nn.Module) -> Layer | None:
         words, width = module.weight.shape
         return Embedding(words=words, width=width, padding_idx=module.padding_idx)
     if type(module) is nn.Sequential and len(module) == 2:
+        if isinstance(module[1], PivotLinear):
+            return _pivot_pair_of(layer_of(module[0]), module[1])
         return _pair_of(layer_of(module[0]), layer_of(module[1]))
+    return None
+
+
+def _pivot_pair_of(first: Layer | None, second: PivotLinear) -> Layer | None:
+    rank, outputs, bias = second.in_features, second.out_features, second.bias is not None
+    if type(first) is Linear and not first.bias and first.outputs == rank:
+        return PivotPair(inputs=first.inputs, outputs=outputs, bias=bias, rank=rank)
+    if type(first) is Embedding and not bias and first.width == rank:
+        return PivotEmbedding(words=first.words, width=outputs, padding_idx=first.padding_idx, rank=rank)
     return None
 
 

@@ -53,7 +53,7 @@ def save_pretrained(
     for word, figures in (("quality", quality), ("speed", speed)):
         _check_figures(word, figures)
     target = Path(folder).resolve()
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     adopt(model)
     with whole_folder(target) as unfinished:
         model.save_pretrained(unfinished, max_shard_size=max_shard_size)
@@ -88,7 +88,7 @@ def _check_figures(word: str, figures: Mapping[str, Pair] | None) -> None:
             )
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
     """Refuse to write over anything that is not an earlier saved model."""
     if not target.exists():
         return

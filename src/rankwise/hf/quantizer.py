@@ -14,10 +14,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise.adapters.readers import answer
 from rankwise.core.surgery import become
-from rankwise.deploy.load import replacements
+from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
 from rankwise.hf.layout import METHOD, Layout
-from rankwise.modules import SelectedLinear
+from rankwise.modules import PivotLinear, SelectedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,3 +120,6 @@ def _check_layer(model: PreTrainedModel, name: str) -> None:
         kept, columns = int(module.kept.sum()), module.weight.shape[1]
         if kept != columns:
             raise CheckpointError(f"{name} must keep {columns} inputs, but keeps {kept}. Save the model again.")
+    for part in module.modules():
+        if isinstance(part, PivotLinear) and not is_order(part.places):
+            raise CheckpointError(f"The places of {name} must be an order of its outputs. Save the model again.")

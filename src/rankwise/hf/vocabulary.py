@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import nn
 
+from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
 from rankwise.hf.layout import is_gated
-from rankwise.modules import LowRankHead, SelectedLinear, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +51,9 @@ def resize_token_embeddings(
 
 def _resize_head(model: PreTrainedModel, head: nn.Module, size: int, mean_resizing: bool) -> None:
     last = head[-1] if isinstance(head, nn.Sequential) else head
+    if isinstance(last, PivotLinear):
+        # rows that come and go are those of a plain pair
+        become(last, linear(nn.Parameter(last.weight.detach(), last.coefficients.requires_grad), last.bias))
     assert isinstance(last, nn.Linear | LowRankHead | SelectedLinear)
     bias = last.bias
     if not isinstance(last, LowRankHead) and last.weight.shape[0] != size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -30,17 +30,37 @@ class Factorized(Method):
     refactors: ClassVar[bool] = False
     """Whether a low-rank pair of the model is factorized anew, rather than gated as it stands."""
 
+    layout: Literal["pair", "pivot"] = "pair"
+    """How rank r of an O x I matrix is exported: as two factors of r (O + I) numbers, or as r of its rows and the
+    coefficients of the others, r (O + I - r) numbers (`rankwise.core.pivot`)."""
+
+    def __post_init__(self) -> None:
+        # the gating's own checks, where it has some
+        getattr(super(), "__post_init__", lambda: None)()
+        if self.layout not in ("pair", "pivot"):
+            raise ValueError(f'`layout` must be "pair" or "pivot", but is {self.layout!r} instead.')
+
+    def pivots(self, site: Site) -> bool:
+        """Whether `site` is exported in the pivot layout; a pair that the model holds in it keeps it."""
+        return self.layout == "pivot" or site.pivot
+
+    def overhead_bytes(self, site: Site) -> int:
+        # the places of `PivotLinear`
+        if not self.pivots(site):
+            return 0
+        return 4 * site.shape[1 if site.has_embedding else 0] * len(site.uses)
+
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
         full = min(site.shape)
         if site.pair_rank is None:
             rank = full if trained else same_size_rank(site.shape)
         else:
             rank = min(site.pair_rank, full) if self.refactors else site.pair_rank
-        return factorized_curve(site.shape, rank)
+        return factorized_curve(site.shape, rank, pivot=self.pivots(site))
 
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
         p, q = factors(site, source, gate.num_components, factorize)
-        return FactorizedMatrix(p, q, gate)
+        return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +71,9 @@ class InputFeatures(Method):
         return "an embedding has no input features to prune" if site.has_embedding and site.pair_rank is None else None
 
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
-        return input_gated_curve(site.shape) if site.pair_rank is None else factorized_curve(site.shape, site.pair_rank)
+        if site.pair_rank is None:
+            return input_gated_curve(site.shape)
+        return factorized_curve(site.shape, site.pair_rank, pivot=site.pivot)
 
     def overhead_bytes(self, site: Site) -> int:
         # the mask of `SelectedLinear`
@@ -61,7 +83,7 @@ class InputFeatures(Method):
         if site.pair_rank is None:
             return InputGatedMatrix(_weight(source), gate)
         p, q = factors(site, source, gate.num_components, factorize)
-        return FactorizedMatrix(p, q, gate)
+        return FactorizedMatrix(p, q, gate, pivot=site.pivot)
 
 
 @dataclass(frozen=True, kw_only=True)

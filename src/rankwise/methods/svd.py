@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import Account
-from rankwise.core.choice import ranked_counts
+from rankwise.core.budget import Account, CostCurve
+from rankwise.core.choice import ranked_counts, worth
 from rankwise.core.control import Controller, FixedController
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
@@ -30,12 +30,20 @@ class Svd(Factorized):
     def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
         assert isinstance(gate, ScoredGate)
         made = factorize(site, dense_weight(source), gate.num_components)
-        # The share of the layer's output that a component carries, per parameter it costs. A layer counts by the root
-        # of its size: counting all alike starves the large ones, counting by size the small ones (docs/log.md).
-        share = made.energy_R / made.energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        gate.scores.copy_(share * math.sqrt(math.prod(site.shape)) / sum(site.shape))
+        gate.scores.copy_(self.scores(site, made.energy_R, self.curve(site, trained=True)))
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
-        return FactorizedMatrix(p, q, gate)
+        return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
+
+    def scores(self, site: Site, energy_R: Tensor, curve: CostCurve, *, comparable: bool = False) -> Tensor:
+        """What each component is worth per parameter; `comparable` says that energies of all sites are in one unit.
+
+        Else a component counts by the share of its layer's output, and a layer by the root of its size: counting all
+        alike starves the large ones, counting by size the small ones (docs/log.md).
+        """
+        if not comparable:
+            share = energy_R / energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
+            energy_R = share * math.sqrt(math.prod(site.shape))
+        return worth(energy_R, curve)
 
     def controller(
         self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int

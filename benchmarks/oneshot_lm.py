@@ -1,0 +1,185 @@
+"""One-shot compression of a causal language model: `python benchmarks/oneshot_lm.py MODEL TEXTS OUT.json`.
+
+MODEL is a folder that `from_pretrained` loads (for a model in GGUF form, save it with `save_pretrained` first); TEXTS
+holds train.txt, valid.txt and test.txt. Rows, each at the same number of parameters: the truncated SVD and SVD-LLM's
+whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots.
+Calibration reads training text and nothing is chosen here; perplexity is per token of the model's own tokenizer on the
+first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains our rows on
+training text to give the dense model's answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.core.calibrate import second_moments
+from rankwise.core.factorize import svd
+from rankwise.hf.compress import Calibration, plan_of, sampled_loss, text_windows
+
+ROWS = {
+    "svd": "truncated SVD, the same share of every layer",
+    "svd-llm": "SVD whitened by calibration data, the same share of every layer",
+    "pair": "ours: ranks by what the model's answers lose, pairs",
+    "pivot": "ours: the same in the pivot layout",
+}
+
+
+def uniform(model: nn.Module, removed: float, batches: list[Any] | None) -> tuple[nn.Module, int]:
+    """Every linear layer at the same share of its parameters; products are multiplied out, sizes those of the pairs."""
+    small = copy.deepcopy(model)
+    plan = plan_of(small, embeddings=False, exclude=())
+    dense = rw.count(model)
+    kept = 1 - math.ceil(removed * dense) / plan.params
+    moments = {} if batches is None else second_moments(small, plan, batches, dtype=torch.float32)
+    size = dense - plan.params
+    for site in plan.sites:
+        weight = small.get_submodule(site.name).weight
+        rank = int(kept * weight.numel() / sum(weight.shape))
+        factors = svd(weight, rank, moments.pop(site.name, None))
+        with torch.no_grad():
+            weight.copy_(factors.p_OR @ factors.q_RI)
+        size += rank * sum(weight.shape)
+    return small, size
+
+
+def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -> tuple[nn.Module, int]:
+    small = rw.compress(
+        model,
+        rw.Budget(removed=removed),
+        [{"input_ids": window[None]} for window in windows],
+        loss=sampled_loss(),
+        loss_batches=[{"input_ids": window[None, :64]} for window in windows],
+        plan=plan_of(model, embeddings=False, exclude=()),
+        layout=layout,
+    )
+    return small, rw.count(small)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, length: int, number: int) -> float:
+    """Per token, each window from its second token on."""
+    losses = []
+    for window in tokens.split(length)[:number]:
+        window = window.to(next(model.parameters()).device)[None]
+        logits = model(input_ids=window).logits[0, :-1].float()
+        losses.append(F.cross_entropy(logits, window[0, 1:]).item())
+    return math.exp(sum(losses) / len(losses))
+
+
+def heal(small: nn.Module, dense: nn.Module, tokens: Tensor, options: argparse.Namespace) -> nn.Module:
+    """AdamW on training text, towards the dense model's answers; a cosine from `--lr` to zero."""
+    optimizer = torch.optim.AdamW(small.parameters(), lr=options.lr, weight_decay=0.0, betas=(0.9, 0.95))
+    windows = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
+    generator = torch.Generator().manual_seed(options.seed)
+    device = next(small.parameters()).device
+    small.train()
+    for step in range(options.heal):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * 0.5 * (1 + math.cos(math.pi * step / options.heal))
+        pick = torch.randint(len(windows), (options.batch,), generator=generator)
+        batch = windows[pick].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.no_grad():
+                want = dense(input_ids=batch).logits.float().log_softmax(-1)
+            got = small(input_ids=batch).logits.float().log_softmax(-1)
+        loss = F.kl_div(got.flatten(0, 1), want.flatten(0, 1), log_target=True, reduction="batchmean")
+        loss.backward()
+        nn.utils.clip_grad_norm_(small.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"    heal {step}: {loss.item():.4f}", flush=True)
+    return small.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--removed", default="0.1,0.2,0.3")
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--split", default="test", choices=["valid", "test"])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--calibration-windows", type=int, default=64)
+    parser.add_argument("--calibration-length", type=int, default=256)
+    parser.add_argument("--heal", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    calibration = Calibration(
+        file=options.texts / "train.txt",
+        num_windows=options.calibration_windows,
+        window=options.calibration_length,
+    )
+    windows = [window.to(options.device) for window in text_windows(tokenizer, calibration)]
+    held_out = (options.texts / f"{options.split}.txt").read_text(encoding="utf-8")
+    # more than a window's letters, and no more than are needed
+    tokens = tokenizer(held_out[: options.windows * options.length * 12], return_tensors="pt").input_ids[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = model.to(options.device).eval()
+
+    def measured(small: nn.Module) -> float:
+        return perplexity(small, tokens, options.length, options.windows)
+
+    record: dict[str, Any] = {
+        "name": "oneshot-lm",
+        "settings": {name: value for name, value in vars(options).items() if name not in ("model", "texts", "out")},
+        "model": Path(options.model).name,
+        "texts": options.texts.name,
+        "split": options.split,
+        "tokens": options.windows * options.length,
+        "rows": [{"name": "dense", "parameters": rw.count(model), "perplexity": measured(model)}],
+        "date": date.today().isoformat(),
+        "hardware": harness.hardware(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "rankwise": rw.__version__,
+        "commit": harness.commit(),
+    }
+    print(record["rows"][0], flush=True)
+    train = None
+    if options.heal:
+        text = (options.texts / "train.txt").read_text(encoding="utf-8")
+        train = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    for removed in map(float, options.removed.split(",")):
+        for name in options.rows.split(","):
+            start = time.perf_counter()
+            if name in ("pair", "pivot"):
+                small, size = ours(model, removed, name, windows)
+            else:
+                batches = [{"input_ids": window[None]} for window in windows] if name == "svd-llm" else None
+                small, size = uniform(model, removed, batches)
+            row = {"name": name, "about": ROWS[name], "removed": removed, "parameters": size}
+            row["seconds"] = round(time.perf_counter() - start, 1)
+            row["perplexity"] = measured(small)
+            if train is not None and name in ("pair", "pivot"):
+                row["healed"] = measured(heal(small, model, train, options))
+            record["rows"].append(row)
+            print(row, flush=True)
+            del small
+            options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""One-shot compression: what is weighed, in which order, in how much memory, and to which size."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Spec, batch, specs
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise import oneshot
+from rankwise.adapters.generic import find_plan
+from rankwise.core.calibrate import calls, output_weights, second_moments
+from rankwise.modules import PivotLinear
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Of the likeliest answers: a loss that needs no labels."""
+    return F.cross_entropy(logits.flatten(0, -2), logits.detach().flatten(0, -2).argmax(1), reduction="sum")
+
+
+@settings(max_examples=40)
+@given(specs, st.sampled_from(["pair", "pivot"]), st.booleans(), st.integers(5, 95))
+def test_any_model_is_compressed_to_the_exact_size(spec: Spec, layout: Any, weighed: bool, percent: int) -> None:
+    model, data = spec.build(), [batch(spec, size=4), batch(spec, size=4, seed=1)]
+    budget = rw.Budget(removed=percent / 100)
+    limit = rw.count(model) * (100 - percent) // 100
+    try:
+        small = rw.compress(model, budget, data, loss=cross_entropy if weighed else None, layout=layout)
+    except rw.BudgetError:
+        return
+    assert rw.count(small) <= limit
+    # at the least a component of every matrix that has lost one would be too much
+    pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", layout=layout)
+    cheapest = max(curve.per_component for curve in pruner.account.curves)
+    assert limit - rw.count(small) < cheapest or rw.count(small) == rw.count(model)
+    assert torch.isfinite(small(data[0])).all()
+
+
+@pytest.mark.parametrize("layout", ["pair", "pivot"])
+def test_in_place_the_model_itself_becomes_small(layout: Any) -> None:
+    spec = Spec(width=16, num_words=40, back="tied", parts=("linear", "nested", "shared", "shared", "conv1d"))
+    model, data = spec.build(), [batch(spec)]
+    other = rw.compress(model, rw.Budget(removed=0.5), data, loss=cross_entropy, layout=layout)
+    same = rw.compress(model, rw.Budget(removed=0.5), data, loss=cross_entropy, layout=layout, in_place=True)
+    assert same is model
+    assert not any(p.grad is not None for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    for a, b in zip(same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert any(isinstance(module, PivotLinear) for module in model.modules()) == (layout == "pivot")
+
+
+def test_what_stays_whole_is_not_touched() -> None:
+    """A full-rank matrix costs what the dense one costs, so it is the dense one, bit for bit."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    before = copy.deepcopy(model.state_dict())
+    rw.compress(model, rw.Budget(params=rw.count(model)), [torch.randn(20, 8)], in_place=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_outputs_on_which_the_loss_hangs_are_kept() -> None:
+    """Two matrices of the same weights: only the first decides the answer."""
+    torch.manual_seed(0)
+    first = nn.Linear(16, 16, bias=False)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard, self.ignored = copy.deepcopy(first), copy.deepcopy(first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.heard(x) + 1e-3 * self.ignored(x)
+
+    model, x = Two(), torch.randn(200, 16)
+    budget = rw.Budget(removed=0.4)
+    blind, seeing = (rw.compress(model, budget, [x], loss=loss) for loss in (None, cross_entropy))
+    error = [(small(x) - model(x)).norm() for small in (blind, seeing)]
+    assert error[1] < 0.1 * error[0]
+    assert isinstance(seeing.heard, nn.Linear)
+
+
+def test_weights_of_outputs_are_their_mean_squared_gradients() -> None:
+    """The oracle: autograd, output by output."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    batches = [torch.randn(4, 5).double(), torch.randn(6, 5).double()]
+    found = output_weights(model, find_plan(model), batches, cross_entropy)
+    want = {"0": torch.zeros(7), "2": torch.zeros(3)}
+    for x in batches:
+        first = model[0](x)
+        last = model[2](torch.tanh(first))
+        grads = torch.autograd.grad(cross_entropy(last), [first, last])
+        for name, grad in zip(want, grads, strict=True):
+            want[name] += grad.square().sum(0).float()
+    for name in want:
+        torch.testing.assert_close(found[name], want[name])
+
+
+def test_words_are_weighed_by_the_gradients_where_they_stand() -> None:
+    model, tokens = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)), torch.tensor([[1, 2], [1, 5]])
+    weights = output_weights(model, find_plan(model), [tokens], cross_entropy)["0"]
+    assert (weights > 0).tolist() == [False, True, True, False, False, True, False, False, False]
+
+
+def test_moments_stop_after_the_last_use() -> None:
+    ran: list[str] = []
+
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Tanh(), shared, nn.Linear(4, 4))
+    model[4].register_forward_hook(lambda *_: ran.append("end"))
+    plan, x = find_plan(model), torch.randn(3, 4)
+    seen = calls(model, plan, x)
+    assert list(seen.items()) == [("0", 1), ("1", 2), ("4", 1)]
+    ran.clear()
+    part = type(plan)(plan.sites[:2])
+    stopped = second_moments(model, part, [x], last=("1", 2))
+    assert ran == []
+    whole = second_moments(model, part, [x])
+    assert ran == ["end"]
+    assert all(torch.equal(stopped[name].inputs_II, whole[name].inputs_II) for name in whole)
+
+
+def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a group per matrix, each is whitened by data that went through the compressed model before it."""
+    monkeypatch.setattr(oneshot, "SHARE", 0.0)
+    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+    x = torch.randn(100, 12)
+    seen: list[dict[str, Any]] = []
+    real = oneshot.second_moments
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen.append(real(*args, **kwargs))
+        return dict(seen[-1])
+
+    monkeypatch.setattr(oneshot, "second_moments", watch)
+    small = rw.compress(model, rw.Budget(removed=0.5), [x])
+    assert [list(found) for found in seen] == [["0"], ["2"], ["0"], ["2"]]
+    with torch.no_grad():
+        h = torch.tanh(small[0](x))
+    torch.testing.assert_close(seen[3]["2"].inputs_II, h.t() @ h / len(h), rtol=1e-4, atol=1e-5)
+
+
+def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted while data run through: the model, and no more moments than a share of it."""
+    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(24)]
+    model = nn.Sequential(*layers)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    most = 0
+
+    def bytes_held() -> int:
+        found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+    def watch(*_: Any) -> None:
+        nonlocal most
+        most = max(most, bytes_held())
+
+    before = bytes_held()
+    for layer in layers:
+        layer.register_forward_hook(watch)
+    rw.compress(model, rw.Budget(removed=0.3), [torch.randn(8, 64)], in_place=True)
+    assert most - before < 0.3 * size
+
+
+def test_a_loss_without_data_is_refused() -> None:
+    with pytest.raises(rw.RankwiseError, match="`loss` must go with `calibration`, but there is none"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), loss=cross_entropy)
+
+
+def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_alone() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(rw.DataError, match="`loss` must have finite gradients, but that of the outputs of '' is not"):
+        rw.compress(model, rw.Budget(removed=0.5), [torch.ones(2, 4)], loss=lambda y: (y * torch.nan).sum())
+    assert all(p.requires_grad for p in model.parameters())
+    assert not model._forward_hooks
