@@ -1,11 +1,11 @@
-"""What runs in an experiment: arms that start from a shared base. Every kind of experiment has a pipeline of its own."""
+"""What runs in an experiment: arms that start from a shared base. Each kind of experiment has its own pipeline."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from rankwise.experiments.config import Experiment
 from rankwise.training import Progress
@@ -48,7 +48,8 @@ def run(
 ) -> dict[str, Any]:
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
     names = dict.fromkeys((experiment.method.name, *experiment.compare))
-    arms = [Arm(name, cast(Any, experiment) if name == experiment.method.name else experiment.with_method(name)) for name in names]
+    own: Any = experiment
+    arms = [Arm(name, own if name == own.method.name else own.with_method(name)) for name in names]
     return run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
 
 

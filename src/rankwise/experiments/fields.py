@@ -136,7 +136,7 @@ def _from_plain(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
         budget["dtype"] = getattr(torch, budget["dtype"])
     parts["budget"] = budget
     for name, hint in hints.items():
-        group = next(filter(dataclasses.is_dataclass, _choices(hint)), None)
+        group: Any = next(filter(dataclasses.is_dataclass, _choices(hint)), None)
         if isinstance(parts[name], dict) and group is not None:
             parts[name] = group(**parts[name])
     return parts

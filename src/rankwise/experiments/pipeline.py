@@ -45,7 +45,7 @@ from rankwise.experiments.folder import (
 from rankwise.experiments.outline import outline
 from rankwise.models.architectures import build, describe_config
 from rankwise.pruner import Pruner
-from rankwise.training import Outcome, Progress, TrainingConfig, fit
+from rankwise.training import Outcome, TrainingConfig, fit
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.language import LanguageModel
 from rankwise.training.records import surroundings

@@ -10,8 +10,8 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.experiments.folder import RECORD, write, write_experiment
 from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, run_arms
+from rankwise.experiments.folder import RECORD, write, write_experiment
 
 FORMAT, VERSION = "rankwise-sweep", 1
 

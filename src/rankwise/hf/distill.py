@@ -56,7 +56,7 @@ def distillation_loss(
         with torch.no_grad():
             wanted = teacher(**inputs, output_hidden_states=states)
         given = student(**batch, output_hidden_states=states)
-        value = settings.labels * given.loss.float()
+        value: Tensor = settings.labels * given.loss.float()
         value = value + settings.logits * answer_difference(given.logits, wanted.logits, settings.temperature)
         if states:
             mask = batch.get("attention_mask")

@@ -157,7 +157,9 @@ def _train_file(folder: Path) -> Path:
 
 def _present(path: Path) -> Path:
     if not path.is_file():
-        raise DataError(f"`data` must hold {path.name}, but {path.parent} does not. Add it, or leave `data` out to download it.")
+        raise DataError(
+            f"`data` must hold {path.name}, but {path.parent} does not. Add it, or leave `data` out to download it."
+        )
     return path
 
 

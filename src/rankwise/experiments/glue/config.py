@@ -89,8 +89,8 @@ class GlueExperiment:
         for size in self.sizes:
             if removed is None or not 0 < size <= removed:
                 raise RankwiseError(
-                    f"`sizes` must be fractions that are removed on the way to `budget.removed` ({removed}), but one is "
-                    f"{size} instead. Raise --budget.removed to the largest."
+                    f"`sizes` must be fractions that are removed on the way to `budget.removed` ({removed}), but one "
+                    f"is {size} instead. Raise --budget.removed to the largest."
                 )
 
     def with_method(self, name: str) -> GlueExperiment:

@@ -84,10 +84,10 @@ def _quiet() -> Iterator[None]:
     logger, bars = logging.getLogger("transformers"), transformers.utils.logging.is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logger.setLevel(level)
         if bars:
-            transformers.utils.logging.enable_progress_bar()
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]

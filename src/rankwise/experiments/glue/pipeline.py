@@ -31,7 +31,7 @@ from rankwise.experiments.glue.encoder import load_encoder
 from rankwise.hf.distill import distillation_loss
 from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
-from rankwise.pruner import Pruner
+from rankwise.pruner import Pruner, account_of, planned
 from rankwise.training.records import RunFolder, surroundings
 from rankwise.training.snapshots import Snapshot, Snapshots
 from rankwise.training.tune import Batch, Loss, TuningConfig, device_for, tune
@@ -99,9 +99,10 @@ def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = No
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
     if experiment.budget is not None:
         # a budget out of reach is found out here, not after the base is trained
-        plan = find_plan(model, exclude=experiment.exclude)
-        with torch.device("meta"):
-            Pruner(model.to("meta"), experiment.budget, _method(experiment, 1_000), plan=plan)
+        plan, method = find_plan(model, exclude=experiment.exclude), experiment.method
+        account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
+        for budget in _budgets(experiment, experiment.budget):
+            budget.resolve(account)
     if not folder.exists():
         write_experiment(folder, experiment)
     return stage
@@ -152,15 +153,15 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
 def _healed(stage: Stage, arm: Arm[GlueExperiment], snapshot: Snapshot, loss: Loss, seconds: float) -> dict[str, Any]:
     """Train the compact model itself for a while, evaluate and save it; its row."""
     experiment = arm.experiment
-    name = arm.name if snapshot.budget == experiment.budget else f"{arm.name}-at-{100 * (snapshot.budget.removed or 0):g}"
+    name = (
+        arm.name if snapshot.budget == experiment.budget else f"{arm.name}-at-{100 * (snapshot.budget.removed or 0):g}"
+    )
     steps = snapshot.step
     if experiment.healing is not None:
         stage.watcher.phase(f"healing {name}")
         of = {"healing": dataclasses.asdict(experiment.healing)}
         healing = experiment.healing
-        seconds += _tune(
-            stage, f"{name}/healing", of, snapshot.model, healing, loss, seed=2 * experiment.seed + 1
-        )
+        seconds += _tune(stage, f"{name}/healing", of, snapshot.model, healing, loss, seed=2 * experiment.seed + 1)
         steps += healing.steps(len(stage.splits.train))
     size = snapshot.size
     row = {
@@ -261,9 +262,7 @@ def _tune(
         stage.watcher.advance(taken)
 
     try:
-        return tune(
-            model, stage.splits.train, config, loss, seed=seed, pruner=pruner, after_step=advance, log=log
-        )
+        return tune(model, stage.splits.train, config, loss, seed=seed, pruner=pruner, after_step=advance, log=log)
     finally:
         stage.watcher.end()
 
