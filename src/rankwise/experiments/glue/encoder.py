@@ -24,14 +24,20 @@ except ImportError as error:
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """Of a folder or a name on the hub."""
+    why = ""
     with _quiet():
         try:
-            return AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            # where a folder has no vocabulary, transformers makes up one of special tokens alone
+            files = list(tokenizer.vocab_files_names.values())
+            if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in files):
+                return tokenizer
+            why = f"it holds none of {', '.join(files)}."
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            raise RankwiseError(
-                f"`model.name` must come with a tokenizer, but {name} does not: {_first_line(error)} "
-                "Save the model's tokenizer beside it."
-            ) from error
+            why = _first_line(error)
+    raise RankwiseError(
+        f"`model.name` must come with a tokenizer, but {name} does not: {why} Save the model's tokenizer beside it."
+    )
 
 
 def load_encoder(name: str | os.PathLike[str], task: Task, *, seed: int = 0) -> nn.Module:
