@@ -22,7 +22,7 @@ WIDTHS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 24,
-    "max_position_embeddings": 40,
+    "max_position_embeddings": 140,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_learning_rate_rises_and_falls_to_zero() -> None:
     assert rates[0] == pytest.approx(4e-3)
     assert rates[9] == max(rates) == pytest.approx(4e-2)
     assert rates[-1] == 0
-    assert all(a - b == pytest.approx(4e-2 / 30) for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a - b == pytest.approx(4e-2 / 30) for a, b in pairwise(rates[9:]))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ except ImportError as error:
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """Of a folder or a name on the hub."""
     why = ""
-    with _quiet():
+    with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             # where a folder has no vocabulary, transformers makes up one of special tokens alone
@@ -40,13 +40,29 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     )
 
 
+def check_encoder(name: str | os.PathLike[str], task: Task, max_length: int) -> None:
+    """Refuse a model that is not there, has a head for other labels, or takes no texts of `max_length` tokens."""
+    with quiet():
+        config = _config(name)
+    # a head that was trained for other labels would give answers that mean something else
+    trained = any("ForSequenceClassification" in each for each in config.architectures or ())
+    if trained and config.num_labels != task.num_labels:
+        raise RankwiseError(
+            f"The head of {name} must have {task.num_labels} labels for {task.title}, but has {config.num_labels}. "
+            "Give a model without a head, or one that was fine-tuned for this task."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 <= positions < max_length:
+        raise RankwiseError(
+            f"`model.max_length` must be at most {positions}, the positions of {name}, but is {max_length} instead."
+        )
+
+
 def load_encoder(name: str | os.PathLike[str], task: Task, *, seed: int = 0) -> nn.Module:
     """With a head for `task`: the one that was saved, or a fresh one."""
-    with _quiet():
-        config = _config(name)
-        _check_head(name, config, task)
-        kind = "regression" if task.is_regression else "single_label_classification"
-        torch.manual_seed(seed)
+    kind = "regression" if task.is_regression else "single_label_classification"
+    torch.manual_seed(seed)
+    with quiet():
         try:
             model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
                 name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32
@@ -69,24 +85,14 @@ def _config(name: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def _check_head(name: str | os.PathLike[str], config: Any, task: Task) -> None:
-    """A head that was trained for other labels would give answers that mean something else."""
-    trained = any("ForSequenceClassification" in each for each in config.architectures or ())
-    if trained and config.num_labels != task.num_labels:
-        raise RankwiseError(
-            f"The head of {name} must have {task.num_labels} labels for {task.title}, but has {config.num_labels}. "
-            "Give a model without a head, or one that was fine-tuned for this task."
-        )
-
-
 def _first_line(error: BaseException) -> str:
     line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return f"{line[:200]}."
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' report that a head is fresh: here it always is, or was checked."""
+def quiet() -> Iterator[None]:
+    """Without transformers' bars, and its report that a head is fresh: here it always is, or was checked."""
     logger, bars = logging.getLogger("transformers"), transformers.utils.logging.is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.ERROR)

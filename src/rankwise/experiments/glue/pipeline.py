@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, count
+from rankwise.data.glue.tasks import task_named
 from rankwise.deploy.measure import time_together
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
 from rankwise.experiments.glue.config import GlueExperiment
 from rankwise.experiments.glue.data import Splits, load_splits
-from rankwise.experiments.glue.encoder import load_encoder
+from rankwise.experiments.glue.encoder import check_encoder, load_encoder, quiet
 from rankwise.hf.distill import distillation_loss
 from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
@@ -94,6 +95,7 @@ def run_arms(
 def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = None) -> Stage:
     """Read the data and refuse what cannot be run, before anything is written."""
     watcher, device = watcher or Watcher(), device_for(experiment.training)
+    check_encoder(experiment.model.name, task_named(experiment.task), experiment.model.max_length)
     watcher.phase(f"reading {experiment.task}")
     stage = Stage(load_splits(experiment, device, watcher.read), folder, watcher, device)
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
@@ -273,13 +275,14 @@ def _export(
     """Evaluate a finished model and save it as a folder that `from_pretrained` loads."""
     stage.watcher.phase(f"evaluating {name}")
     valid, test = (stage.splits.quality(model, split) for split in ("valid", "test"))
-    save_pretrained(
-        model,  # type: ignore[arg-type]
-        stage.folder / name / MODEL,
-        tokenizer=stage.splits.tokenizer,
-        size=None if snapshot is None else snapshot.size,
-        overwrite=True,
-    )
+    with quiet():
+        save_pretrained(
+            model,  # type: ignore[arg-type]
+            stage.folder / name / MODEL,
+            tokenizer=stage.splits.tokenizer,
+            size=None if snapshot is None else snapshot.size,
+            overwrite=True,
+        )
     return {**row, "valid": valid, "test": test, "folder": name}
 
 
