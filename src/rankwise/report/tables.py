@@ -86,7 +86,8 @@ def _lost(
     losses = []
     for run, control in zip(runs, dense, strict=True):
         for row in run["rows"]:
-            if row["name"] == name and control is not None and row is not control:
+            # a model that has learned nothing may score 0
+            if row["name"] == name and control and row is not control and control["test"][measure] > 0:
                 losses.append(row["test"][measure] / control["test"][measure] - 1)
     return losses
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankwise.core.budget import Budget
 from rankwise.data.glue.archives import ARCHIVES
@@ -35,15 +35,16 @@ ENCODERS = {
 def glue(name: str) -> GlueExperiment:
     """Our recipe: whitened, distilled, embeddings too, healed; 35% of the whole model removed, as in the paper."""
     small = name == "glue-minilm"
-    lr = 1e-4 if small else 3e-5
+    tuned = TuningConfig(epochs=3, lr=1e-4 if small else 3e-5, max_steps=1_500, min_steps=200)
+    made_small = replace(tuned, lr=3e-4 if small else 1e-4, schedule="cosine")
     return GlueExperiment(
         name=name,
         model=EncoderConfig(name=ENCODERS[name].hub),
-        base=TuningConfig(epochs=4, lr=lr, max_steps=3_000, min_steps=200),
+        base=tuned,
         method=make_method("flop-l0", anneal_steps=1_000),
         budget=Budget(removed=0.35),
-        training=TuningConfig(epochs=6, lr=2 * lr, schedule="cosine", max_steps=2_000, min_steps=400),
-        healing=TuningConfig(epochs=3, lr=2 * lr, schedule="cosine", max_steps=1_000, min_steps=200),
+        training=replace(made_small, epochs=4 if small else 10, max_steps=1_000, min_steps=400),
+        healing=replace(made_small, epochs=2 if small else 5, max_steps=500, min_steps=200),
         distillation=Distillation(),
     )
 
