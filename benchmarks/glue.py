@@ -96,10 +96,8 @@ def scaled(phase: TuningConfig, scale: float, **changes: Any) -> TuningConfig:
 
 def experiment_of(options: argparse.Namespace, model: Path, cell: Cell) -> GlueExperiment:
     preset = glue(options.preset)
-    changes: dict[str, Any] = {"precision": options.precision}
-    if cell.task == "sst2":
-        # its texts are short, so that twice as many cost the same
-        changes["batch_size"] = 64
+    # the texts of SST-2 are short, so that twice as many cost the same
+    changes: dict[str, Any] = {"batch_size": 64} if cell.task == "sst2" else {}
     assert preset.healing is not None
     experiment = replace(
         preset,
@@ -110,6 +108,7 @@ def experiment_of(options: argparse.Namespace, model: Path, cell: Cell) -> GlueE
         base=scaled(preset.base, options.scale, **changes),
         training=scaled(preset.training, options.scale, **changes),
         healing=scaled(preset.healing, options.scale, **changes),
+        precision=options.precision,
         seed=cell.seed,
     )
     return experiment if cell.row == "dense" else recipe(experiment, cell.recipe, cell.removed)

@@ -81,7 +81,7 @@ def mrpc(folder: Path, rows: int = 60) -> Path:
 
 def toy(folder: Path, **changes: Any) -> GlueExperiment:
     """A few steps of each phase."""
-    phase = TuningConfig(max_steps=6, batch_size=8, lr=1e-3, log_every=2, device="cpu")
+    phase = TuningConfig(max_steps=6, batch_size=8, lr=1e-3, log_every=2)
     experiment = GlueExperiment(
         name="glue-toy",
         data=str(mrpc(folder / "data")),
@@ -93,5 +93,6 @@ def toy(folder: Path, **changes: Any) -> GlueExperiment:
         healing=replace(phase, max_steps=4),
         distillation=Distillation(),
         calibration_rows=16,
+        device="cpu",
     )
     return replace(experiment, **changes)

@@ -155,6 +155,8 @@ def test_a_wrong_model_is_refused_before_anything_is_written(tmp_path: Path) -> 
         with pytest.raises(RankwiseError, match=message):
             run(replace(experiment, model=replace(experiment.model, name=name)), tmp_path / "run")
         assert not (tmp_path / "run").exists()
+    with pytest.raises(RankwiseError, match="`trackers` are for language models, but tensorboard was given"):
+        run(toy(tmp_path), tmp_path / "run", trackers=["tensorboard"])
     with pytest.raises(RankwiseError, match="`model.max_length` must be at most 140, .* but is 141"):
         run(toy(tmp_path, model=replace(experiment.model, max_length=141)), tmp_path / "run")
     with pytest.raises(RankwiseError, match="must be at least .* parameters|cannot"):

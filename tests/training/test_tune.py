@@ -46,7 +46,7 @@ def model() -> nn.Module:
 
 
 def config(**changes: Any) -> TuningConfig:
-    return TuningConfig(**{"epochs": 10, "batch_size": 16, "lr": 4e-2, "log_every": 8, "device": "cpu", **changes})
+    return TuningConfig(**{"epochs": 10, "batch_size": 16, "lr": 4e-2, "log_every": 8, **changes})
 
 
 def test_it_learns_and_the_same_seed_gives_the_same_weights() -> None:

@@ -20,6 +20,7 @@ from rankwise.training.interrupt import interruption
 from rankwise.training.schedules import SCHEDULES
 
 Batch = dict[str, Tensor]
+Precision = Literal["auto", "no", "bf16"]
 Loss = Callable[[nn.Module, Batch], Tensor]
 """Of a model on a batch."""
 
@@ -55,10 +56,6 @@ class TuningConfig:
     """Of AdamW, on matrices."""
     clip: float | None = 1.0
     """Largest norm of the gradient of all weights together."""
-    precision: Literal["auto", "no", "bf16"] = "auto"
-    """"bf16" for mixed precision, weights stay float32; "auto": on a GPU."""
-    device: Literal["auto", "cpu"] = "auto"
-    """"auto" takes a GPU where there is one."""
     log_every: int = 50
     """Steps between lines of metrics."""
 
@@ -75,10 +72,9 @@ class TuningConfig:
             raise ValueError(f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead.")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"`warmup` must be a share of the steps, in [0, 1), but is {self.warmup} instead.")
-        for name, known in (("schedule", ("linear", "cosine", "constant")), ("precision", ("auto", "no", "bf16"))):
-            if getattr(self, name) not in known:
-                words = ", ".join(map(repr, known))
-                raise ValueError(f"`{name}` must be one of {words}, but is {getattr(self, name)!r} instead.")
+        if self.schedule not in (known := ("linear", "cosine", "constant")):
+            words = ", ".join(map(repr, known))
+            raise ValueError(f"`schedule` must be one of {words}, but is {self.schedule!r} instead.")
 
     def steps(self, num_examples: int) -> int:
         """How many there are over a training set of that size."""
@@ -90,14 +86,9 @@ class TuningConfig:
         return self.lr * SCHEDULES[self.schedule](step, int(self.warmup * num_steps), num_steps)
 
 
-def device_for(config: TuningConfig) -> torch.device:
-    """Where a model is trained."""
-    return torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-
-
-def autocast(config: TuningConfig, device: torch.device) -> torch.autocast:
-    """The precision that a model is trained and evaluated in."""
-    low = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """The precision of a model's forward pass; its weights stay float32."""
+    low = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, torch.bfloat16, enabled=low)
 
 
@@ -108,6 +99,7 @@ def tune(
     loss: Loss,
     *,
     seed: int = 0,
+    precision: Precision = "auto",
     pruner: Pruner | None = None,
     after_step: Callable[[], None] | None = None,
     log: Callable[[Mapping[str, Any]], None] | None = None,
@@ -115,17 +107,18 @@ def tune(
     """Train `model` in place; the seconds it took.
 
     Args:
-        model: on the device of `device_for(config)`.
-        examples: what is trained on, on that device.
+        model: on the device that it is trained on.
+        examples: what it is trained on, on that device.
         config: epochs, learning rate and so on.
         loss: of the model on a batch.
         seed: of dropout and of the order of the examples.
+        precision: "bf16" for mixed precision; "auto": on a GPU.
         pruner: one that has gated `model`; its gates move after every step.
         after_step: called when a step is complete.
         log: is given lines of metrics.
     """
     torch.manual_seed(seed)
-    device, num_steps = device_for(config), config.steps(len(examples))
+    device, num_steps = next(model.parameters()).device, config.steps(len(examples))
     optimizer = torch.optim.AdamW(_groups(model, config.weight_decay), lr=config.lr, fused=True)
     batches = _endless(examples, config.batch_size, seed)
     # summed on the device: nothing waits for it until a line is written
@@ -136,7 +129,7 @@ def tune(
             stop.check()
             for group in optimizer.param_groups:
                 group["lr"] = config.lr_at(step, num_steps)
-            with autocast(config, device):
+            with autocast(precision, device):
                 value = loss(model, next(batches))
             value.backward()  # type: ignore[no-untyped-call]
             if config.clip is not None:

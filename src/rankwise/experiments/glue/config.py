@@ -16,7 +16,7 @@ from rankwise.experiments.config import check_method, like
 from rankwise.hf.distill import Distillation
 from rankwise.methods.base import Method
 from rankwise.pruner import Init
-from rankwise.training.tune import TuningConfig
+from rankwise.training.tune import Precision, TuningConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class GlueExperiment:
     """Training of the compact model itself."""
     init: Init = "whitened"
     """How plain matrices are factorized: "svd", or "whitened" by training data."""
-    calibration_rows: int = 512
+    calibration_rows: int = 1_024
     """Training rows that whitening looks at."""
     distillation: Distillation | None
     """What is learned from the dense model while pruning and healing; None: the labels alone."""
@@ -71,6 +71,10 @@ class GlueExperiment:
     """Fractions removed of further models, taken along the way to the budget and healed each."""
     compare: tuple[str, ...] = ()
     """Methods that start from the same base and reach the same size, for comparison."""
+    precision: Precision = "auto"
+    """"bf16" for mixed precision, weights stay float32; "auto": on a GPU. What is reported is evaluated in float32."""
+    device: Literal["auto", "cpu"] = "auto"
+    """"auto" takes a GPU where there is one."""
     seed: int = 0
     """Of the head's start, of dropout, of the order of the rows and of the gates' noise."""
 

@@ -23,6 +23,7 @@ from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.data.glue.tasks import task_named
 from rankwise.deploy.measure import time_together
+from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
@@ -35,7 +36,7 @@ from rankwise.methods.base import Method
 from rankwise.pruner import Pruner, account_of, planned
 from rankwise.training.records import RunFolder, surroundings
 from rankwise.training.snapshots import Snapshot, Snapshots
-from rankwise.training.tune import Batch, Loss, TuningConfig, device_for, tune
+from rankwise.training.tune import Batch, Loss, Precision, TuningConfig, tune
 
 REPEATS = 20
 """Of every model, when they are timed."""
@@ -50,6 +51,7 @@ class Stage:
     folder: Path
     watcher: Watcher
     device: torch.device
+    precision: Precision
 
 
 def run_arms(
@@ -61,6 +63,8 @@ def run_arms(
     trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Several methods from the base of one experiment; the record, which is also in `record.json`."""
+    if trackers:
+        raise RankwiseError(f"`trackers` are for language models, but {', '.join(trackers)} was given. Leave it out.")
     path = Path(folder)
     described = _described(experiment)
     wanted = [arm.name for arm in arms]
@@ -94,10 +98,11 @@ def run_arms(
 
 def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = None) -> Stage:
     """Read the data and refuse what cannot be run, before anything is written."""
-    watcher, device = watcher or Watcher(), device_for(experiment.training)
+    watcher = watcher or Watcher()
+    device = torch.device("cuda" if experiment.device == "auto" and torch.cuda.is_available() else "cpu")
     check_encoder(experiment.model.name, task_named(experiment.task), experiment.model.max_length)
     watcher.phase(f"reading {experiment.task}")
-    stage = Stage(load_splits(experiment, device, watcher.read), folder, watcher, device)
+    stage = Stage(load_splits(experiment, device, watcher.read), folder, watcher, device, experiment.precision)
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
     if experiment.budget is not None:
         # a budget out of reach is found out here, not after the base is trained
@@ -113,7 +118,7 @@ def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = No
 def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """Fine-tune the dense model, unless that is done already; its row of the table."""
     task = stage.splits.dataset.task
-    of = _of(stage, experiment, ("task", "held_out", "model", "base", "seed"))
+    of = _of(stage, experiment, ("task", "held_out", "model", "base", "precision", "seed"))
     done = read(stage.folder / BASE / EXPORT)
     if done is not None and done["of"] == of:
         row: dict[str, Any] = done["rows"][0]
@@ -264,7 +269,10 @@ def _tune(
         stage.watcher.advance(taken)
 
     try:
-        return tune(model, stage.splits.train, config, loss, seed=seed, pruner=pruner, after_step=advance, log=log)
+        return tune(
+            model, stage.splits.train, config, loss,
+            seed=seed, precision=stage.precision, pruner=pruner, after_step=advance, log=log,
+        )  # fmt: skip
     finally:
         stage.watcher.end()
 
