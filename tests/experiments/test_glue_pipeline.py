@@ -50,6 +50,7 @@ def test_a_run_gives_models_of_the_sizes_asked_for(recipe: str, tmp_path: Path) 
         model = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / row["folder"] / "model")
         assert rw.count(model) == row["parameters"] <= (1 - removed) * dense["parameters"]
         assert set(row["test"]) == set(row["valid"]) == {"f1", "accuracy"}
+        assert type(model.classifier) is torch.nn.Linear, "the head stays whole"
         # stock code gives the figures of the record
         data, tokenizer = load_glue("mrpc", data=experiment.data), hf.AutoTokenizer.from_pretrained(model.name_or_path)
         inputs = tokenizer(*map(list, zip(*data.dev.texts, strict=True)), padding=True, return_tensors="pt")

@@ -66,7 +66,7 @@ class GlueExperiment:
     layout: Literal["pair", "pivot"] = "pair"
     """How a low-rank matrix is stored."""
     exclude: tuple[str, ...] = ()
-    """Modules that are neither pruned nor counted as prunable."""
+    """Modules that are neither pruned nor counted as prunable. The head never is."""
     sizes: tuple[float, ...] = ()
     """Fractions removed of further models, taken along the way to the budget and healed each."""
     compare: tuple[str, ...] = ()

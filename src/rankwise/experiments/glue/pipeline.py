@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.targets import target_plan
 from rankwise.core.budget import Budget, count
+from rankwise.core.plan import Plan
 from rankwise.data.glue.tasks import task_named
 from rankwise.deploy.measure import time_together
 from rankwise.errors import RankwiseError
@@ -106,7 +107,7 @@ def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = No
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
     if experiment.budget is not None:
         # a budget out of reach is found out here, not after the base is trained
-        plan, method = find_plan(model, exclude=experiment.exclude), experiment.method
+        plan, method = _plan(experiment, model), experiment.method
         account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
         for budget in _budgets(experiment, experiment.budget):
             budget.resolve(account)
@@ -195,12 +196,18 @@ def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
         model,
         experiment.budget,
         _method(experiment, experiment.training.steps(len(stage.splits.train))),
-        plan=find_plan(model, exclude=experiment.exclude),
+        plan=_plan(experiment, model),
         init=experiment.init,
         calibration=calibration,
         seed=experiment.seed,
         **layout,
     )
+
+
+def _plan(experiment: GlueExperiment, model: nn.Module) -> Plan:
+    """The encoder's matrices. The head stays whole: it is small, and without a component of it there is no answer."""
+    heads = [name for name, _ in model.named_children() if name != getattr(model, "base_model_prefix", "")]
+    return target_plan(model, exclude_modules=experiment.exclude or None, modules_to_save=heads or None)
 
 
 def _method(experiment: GlueExperiment, steps: int) -> Method:
