@@ -109,6 +109,7 @@ def experiment_of(options: argparse.Namespace, model: Path, cell: Cell) -> GlueE
         training=scaled(preset.training, options.scale, **changes),
         healing=scaled(preset.healing, options.scale, **changes),
         precision=options.precision,
+        device=options.device,
         seed=cell.seed,
     )
     return experiment if cell.row == "dense" else recipe(experiment, cell.recipe, cell.removed)
@@ -204,11 +205,12 @@ def main() -> None:
     add("--scale", type=float, default=1.0, help="of all numbers of steps")
     add("--held-out", type=float, default=0.0, help="share of the training set to choose settings on")
     add("--precision", default="auto", choices=["auto", "no", "bf16"])
+    add("--device", default="auto", choices=["auto", "cpu"])
     add("--work", type=Path, help="where models are kept (default: OUT without its suffix)")
     options = parser.parse_args()
     options.work = options.work or options.out.with_suffix("")
     began = time.perf_counter()
-    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if options.device == "auto" and torch.cuda.is_available() else "cpu")
     model = joined(options.model, options.work)
     found: list[dict[str, Any]] = []
     took: dict[tuple[str, bool], float] = {}
@@ -233,7 +235,6 @@ def main() -> None:
             )
         settings = {key: str(value) for key, value in vars(options).items() if key not in ("model", "data", "work")}
         record = {"format": "rankwise-glue", "version": 1, "name": options.preset, "settings": settings, "rows": found}
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         record |= {"pivot": has_pivot(), **surroundings(device)}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import run
 from rankwise.experiments.fields import from_json, override, settings, to_json
 from rankwise.experiments.glue.config import GlueExperiment
-from rankwise.experiments.glue.data import held_apart
+from rankwise.experiments.glue.data import held_apart, predict
 from rankwise.experiments.glue.encoder import load_encoder
 from rankwise.experiments.glue.presets import ENCODERS, glue, outline
 from rankwise.experiments.sweep import sweep
+from rankwise.hf.examples import TokenizedTexts
 from rankwise.report.tables import table
 
 pytestmark = [
@@ -96,6 +98,20 @@ def test_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     assert (len(train), len(valid)) == (54, 6)
     assert sorted([*train.texts, *valid.texts]) == sorted(rows.texts)
     assert held_apart(rows, 0) == (rows, None)
+
+
+def test_outputs_stand_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    rows = load_glue("mrpc", data=mrpc(tmp_path)).train
+    tokenizer = hf.AutoTokenizer.from_pretrained(encoder(tmp_path))
+    examples = TokenizedTexts(tokenizer, rows.texts, rows.labels, regression=True)
+
+    class Length(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> Any:
+            return SimpleNamespace(logits=attention_mask.sum(1, keepdim=True))
+
+    logits, labels = predict(Length(), examples)
+    assert logits[:, 0].tolist() == [3 + len(a.split()) + len(b.split()) for a, b in rows.texts]
+    assert labels.tolist() == list(rows.labels)
 
 
 @pytest.mark.parametrize("name", ENCODERS)

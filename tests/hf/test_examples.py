@@ -44,13 +44,16 @@ def test_an_epoch_holds_every_example_once_and_seeds_differ() -> None:
 
 def test_batches_are_padded_to_few_lengths_and_no_further_than_needed() -> None:
     found = TokenizedTexts(Letters(), texts(), max_length=40)
-    lengths = set()
+    lengths, padded = set(), 0
     for batch in found.batches(8, 0):
         width, longest = batch["input_ids"].shape[1], int(batch["attention_mask"].sum(1).max())
         assert longest <= width < longest + MULTIPLE
         assert bool((batch["input_ids"][~batch["attention_mask"].bool()] == 9).all())
         lengths.add(width)
+        padded += batch["input_ids"].numel()
     assert lengths <= {16, 32, 40}
+    # a batch of any eight of these texts would hold a long one
+    assert padded < 0.9 * 40 * len(found)
 
 
 def test_evaluation_keeps_the_places() -> None:
