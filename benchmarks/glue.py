@@ -11,13 +11,12 @@ several safetensors files, or model.safetensors.00, .01, ... to be joined. `--sc
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from rankwise.experiments.arms import Arm
 from rankwise.experiments.glue import pipeline
 from rankwise.experiments.glue.config import EncoderConfig, GlueExperiment
 from rankwise.experiments.glue.presets import ENCODERS, glue
+from rankwise.methods import METHODS
 from rankwise.training.records import surroundings
 from rankwise.training.tune import TuningConfig
 
@@ -70,6 +70,7 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
             min_steps=training.min_steps + healing.min_steps,
             max_steps=(training.max_steps or 0) + (healing.max_steps or 0) or None,
         )
+    layout = {"layout": "pivot" if step >= LADDER.index("pivot") else "pair"} if has_pivot() else {}
     return replace(
         experiment,
         budget=rw.Budget(removed=removed),
@@ -77,14 +78,15 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
         distillation=None if step < LADDER.index("distillation") else experiment.distillation,
         training=training,
         healing=None if step < LADDER.index("healing") else healing,
-        layout="pivot" if step >= LADDER.index("pivot") and has_pivot() else "pair",
+        method=replace(experiment.method, **layout),
         exclude=() if step == LADDER.index("ours") else EMBEDDINGS,
         sizes=tuple(size for size in SIZES if size < removed) if name == "curve" else (),
     )
 
 
 def has_pivot() -> bool:
-    return "layout" in inspect.signature(rw.Pruner).parameters
+    """Whether this version stores low-rank matrices that way."""
+    return "layout" in {field.name for field in fields(METHODS["flop-l0"])}
 
 
 def scaled(phase: TuningConfig, scale: float, **changes: Any) -> TuningConfig:
@@ -233,7 +235,9 @@ def main() -> None:
                 f"{row['parameters']:,} parameters, {row['steps']} steps in {row['seconds']:.1f} s",
                 flush=True,
             )
-        settings = {key: str(value) for key, value in vars(options).items() if key not in ("model", "data", "work")}
+        settings = {
+            key: str(value) for key, value in vars(options).items() if key not in ("out", "model", "data", "work")
+        }
         record = {"format": "rankwise-glue", "version": 1, "name": options.preset, "settings": settings, "rows": found}
         record |= {"pivot": has_pivot(), **surroundings(device)}
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What a GLUE experiment is: a task, a pretrained encoder, its dense fine-tuning, then how it is made small.
 
-Every part of the recipe is a setting that can be switched off: `init` (whitening), `distillation`, `healing`, `layout`,
+Every part of the recipe is a setting that can be switched off: `init` (whitening), `distillation`, `healing`,
 `exclude` (embeddings).
 """
 
@@ -63,8 +63,6 @@ class GlueExperiment:
     """Training rows that whitening looks at."""
     distillation: Distillation | None
     """What is learned from the dense model while pruning and healing; None: the labels alone."""
-    layout: Literal["pair", "pivot"] = "pair"
-    """How a low-rank matrix is stored."""
     exclude: tuple[str, ...] = ()
     """Modules that are neither pruned nor counted as prunable. The head never is."""
     sizes: tuple[float, ...] = ()

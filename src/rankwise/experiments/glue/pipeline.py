@@ -190,8 +190,6 @@ def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
     calibration = None
     if experiment.init == "whitened":
         calibration = _calibration(stage, experiment)
-    # the one place where the layout is handed on
-    layout: dict[str, Any] = {} if experiment.layout == "pair" else {"layout": experiment.layout}
     return Pruner(
         model,
         experiment.budget,
@@ -200,7 +198,6 @@ def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
         init=experiment.init,
         calibration=calibration,
         seed=experiment.seed,
-        **layout,
     )
 
 
