@@ -38,6 +38,8 @@ EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 LADDER = ("paper", "whitening", "distillation", "healing", "pivot", "ours")
 SIZES = (0.2, 0.35, 0.5)
 ROWS = "dense,ours-60,ours-35,paper-35"
+PLACES = ("out", "model", "data", "work")
+"""Arguments that no record keeps."""
 ABLATION = "paper-60,whitening-60,distillation-60,healing-60,pivot-60"
 
 
