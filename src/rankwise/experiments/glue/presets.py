@@ -36,7 +36,7 @@ def glue(name: str) -> GlueExperiment:
     """Our recipe: whitened, distilled, embeddings too, healed; 35% of the whole model removed, as in the paper."""
     small = name == "glue-minilm"
     tuned = TuningConfig(epochs=3, lr=1e-4 if small else 3e-5, max_steps=1_500, min_steps=200)
-    made_small = replace(tuned, lr=3e-4 if small else 1e-4, schedule="cosine")
+    made_small = replace(tuned, lr=1e-4 if small else 5e-5, schedule="cosine")
     return GlueExperiment(
         name=name,
         model=EncoderConfig(name=ENCODERS[name].hub),
