@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import rankwise as rw
+from rankwise.experiments.arms import Watcher, run
 from rankwise.experiments.config import CorpusConfig, Experiment
-from rankwise.experiments.pipeline import Watcher, run
 from rankwise.methods import make_method
 from rankwise.models.sru import SRUConfig
 from rankwise.report.tables import table

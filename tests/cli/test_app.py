@@ -17,7 +17,7 @@ from rankwise.data.windows import Windows
 from rankwise.errors import CheckpointError
 from rankwise.version import VERSION
 
-PIPELINE = "rankwise.experiments.pipeline.run"
+PIPELINE = "rankwise.experiments.arms.run"
 
 
 def failing(error: BaseException) -> object:

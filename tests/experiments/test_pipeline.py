@@ -15,9 +15,10 @@ from experiment_toys import MODELS, PHASE, toy
 import rankwise as rw
 from rankwise.data.windows import Evaluation
 from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.experiments.arms import Watcher, run
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import load_run, read_experiment
-from rankwise.experiments.pipeline import Watcher, prune, run, train
+from rankwise.experiments.pipeline import prune, train
 from rankwise.experiments.sample import sample
 from rankwise.experiments.sweep import sweep
 from rankwise.methods import make_method

@@ -31,7 +31,7 @@ def test_the_code_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "batches": [batch(bert, seed=i) for i in range(4)],
     }
     parts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(parts) == 4
+    assert len(parts) == 5
     sizes = []
     for part in parts:
         code = part.replace("=300", "=3").replace("=500", "=4").replace('"runs"', '"runs", use_cpu=True')

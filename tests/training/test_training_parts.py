@@ -66,7 +66,7 @@ def test_a_schedule_may_begin_anew_with_pruning() -> None:
         ({"clip": -1.0}, "`clip` must be positive and finite, but is -1.0"),
         ({"weight_decay": -1.0}, "`weight_decay` must be at least 0"),
         ({"betas": (0.9, 1.0)}, "`betas` must be two numbers"),
-        ({"schedule": "linear"}, "`schedule` must be one of 'inverse-sqrt', 'cosine', 'constant', but is 'linear'"),
+        ({"schedule": "steep"}, "`schedule` must be one of 'inverse-sqrt', .*, 'linear', but is 'steep'"),
         ({"precision": "fp16"}, "`precision` must be one of 'no', 'bf16', but is 'fp16'"),
         ({"accumulate": 3}, "`batch_size` must be a multiple of `accumulate`, but is 4 with accumulate=3"),
         ({"dense_steps": 13}, r"`dense_steps` must be at most `steps` \(12\), but is 13"),

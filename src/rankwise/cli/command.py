@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
-    from rankwise.experiments.config import Experiment
+    from rankwise.experiments.arms import AnyExperiment
 
 Options = argparse.Namespace
 
@@ -34,7 +34,7 @@ class Command:
     arguments: Callable[[Parser], None]
     """Adds them to its parser."""
     run: Callable[[Options], None]
-    experiment: Callable[[Options], Experiment] | None = None
+    experiment: Callable[[Options], AnyExperiment] | None = None
     """What its settings are those of, for a command that takes settings. Its first argument is called `target`."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.cli.command import Command, Options, Parser, UsageError, no_such_option
 
 if TYPE_CHECKING:
-    from rankwise.experiments.config import Experiment
+    from rankwise.experiments.arms import AnyExperiment
 
 HELP = ("-h", "--help")
 INDENT = 36
@@ -48,7 +48,7 @@ def split(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], l
     return own, given
 
 
-def configured(experiment: Experiment, options: Options) -> Experiment:
+def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
     """The experiment with the settings that were given."""
     from rankwise.experiments.fields import override, settings
 
@@ -69,7 +69,7 @@ def _unknown(name: str, names: Sequence[str], known: Sequence[str]) -> UsageErro
     return no_such_option(f"--{name}", [*known, *(f"--{setting}" for setting in names)])
 
 
-def _example(experiment: Experiment, name: str) -> str:
+def _example(experiment: AnyExperiment, name: str) -> str:
     from rankwise.experiments.fields import BOTH, settings
 
     known = settings(experiment)
@@ -93,7 +93,7 @@ def help_of(command: Command, arguments: Sequence[str]) -> str:
     return f"{text}\n{chr(10).join(_settings_help(experiment))}\n"
 
 
-def _settings_help(experiment: Experiment) -> Iterator[str]:
+def _settings_help(experiment: AnyExperiment) -> Iterator[str]:
     from rankwise.experiments.fields import BOTH, settings
 
     width = max(shutil.get_terminal_size().columns, 2 * INDENT)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rankwise.cli.tables import terminal
-from rankwise.experiments.pipeline import Watcher
+from rankwise.experiments.arms import Watcher
 from rankwise.report.tables import MEASURES
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from rankwise.cli.tables import print_table
 from rankwise.report.tables import MEASURES
 
 if TYPE_CHECKING:
+    from rankwise.experiments.arms import AnyExperiment
     from rankwise.experiments.config import Experiment
 
 DEMO = "demo"
@@ -23,13 +24,13 @@ Every setting of the preset can be changed: `--SETTING VALUE` or `--SETTING=VALU
 Ctrl-C stops it; the same command again goes on from there."""
 
 
-def of_preset(options: Options) -> Experiment:
+def of_preset(options: Options) -> AnyExperiment:
     from rankwise.experiments.presets import preset
 
     return preset(options.target or DEMO)
 
 
-def of_base(options: Options) -> Experiment:
+def of_base(options: Options) -> AnyExperiment:
     from rankwise.experiments.folder import read_experiment
 
     # beside the base stands the experiment that it was trained for, with its method and its size
@@ -54,12 +55,12 @@ def _add_common(parser: Parser, default: str) -> None:
 
 def run(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.experiments import pipeline
+    from rankwise.experiments import arms
 
     experiment = configured(of_preset(options), options)
     folder = _out(options, experiment.name)
     with watching() as watcher:
-        record = pipeline.run(experiment, folder, watcher=watcher, trackers=options.trackers)
+        record = arms.run(experiment, folder, watcher=watcher, trackers=options.trackers)
     _show(options, record, folder)
 
 
@@ -67,7 +68,7 @@ def train(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.experiments import pipeline
 
-    experiment = configured(of_preset(options), options)
+    experiment = _of_text(configured(of_preset(options), options), "train")
     folder = _out(options, experiment.name)
     with watching() as watcher:
         row = pipeline.train(experiment, folder, watcher=watcher, trackers=options.trackers)
@@ -79,7 +80,7 @@ def prune(options: Options) -> None:
     from rankwise.experiments import pipeline
 
     refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
-    experiment = configured(of_base(options), options)
+    experiment = _of_text(configured(of_base(options), options), "prune")
     folder = _out(options, f"{experiment.name}-{experiment.method.name}")
     with watching() as watcher:
         row = pipeline.prune(experiment, base_folder(options), folder, watcher=watcher, trackers=options.trackers)
@@ -106,7 +107,7 @@ def sweep(options: Options) -> None:
     _show(options, record, folder)
 
 
-def _grid(options: Options, experiment: Experiment) -> tuple[list[str], list[float], list[int]]:
+def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[float], list[int]]:
     """Methods, sizes and seeds; what is not asked for is as in the preset."""
     removed = options.removed
     if removed is None:
@@ -117,6 +118,18 @@ def _grid(options: Options, experiment: Experiment) -> tuple[list[str], list[flo
         removed = [experiment.budget.removed]
     methods = options.methods or list(dict.fromkeys((experiment.method.name, *experiment.compare)))
     return methods, removed, options.seeds or [experiment.seed]
+
+
+def _of_text(experiment: AnyExperiment, command: str) -> Experiment:
+    """Refuse what is run whole."""
+    from rankwise.experiments.config import Experiment
+
+    if not isinstance(experiment, Experiment):
+        raise UsageError(
+            f"`rankwise {command}` is for language models, but {experiment.name} fine-tunes an encoder. "
+            "Use `rankwise run` or `rankwise sweep`, which keep the dense model."
+        )
+    return experiment
 
 
 def _out(options: Options, name: str) -> Path:

@@ -15,12 +15,12 @@ from rankwise.errors import DataError
 
 if TYPE_CHECKING:
     from rankwise.data.vocabulary import Vocabulary
-    from rankwise.experiments.config import Experiment
+    from rankwise.experiments.arms import AnyExperiment
 
 CHANGEABLE = ("corpus", "training")
 
 
-def of_model(options: Options) -> Experiment:
+def of_model(options: Options) -> AnyExperiment:
     from rankwise.experiments.folder import read_experiment
 
     return read_experiment(Path(options.target))
@@ -29,12 +29,14 @@ def of_model(options: Options) -> Experiment:
 def evaluate(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
+    from rankwise.experiments.config import Experiment
     from rankwise.experiments.folder import load_run
     from rankwise.experiments.pipeline import quality_of
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
     found = load_run(Path(options.target))
     experiment = configured(found.experiment, options)
+    assert isinstance(experiment, Experiment)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
         corpus = experiment.corpus.load(watcher.read)

@@ -59,7 +59,8 @@ def _take(packed: zipfile.ZipFile, member: str, path: Path, digest: str) -> None
         with packed.open(member) as source, unfinished.open("wb") as target:
             shutil.copyfileobj(source, target, 1024 * 1024)
         try:
-            check_digest(unfinished, digest, REMEDY)
+            if digest:
+                check_digest(unfinished, digest, REMEDY)
         except DataError as error:
             raise DamagedError(str(error).replace(str(unfinished), f"{member} in {packed.filename}")) from None
         unfinished.replace(path)
@@ -71,7 +72,7 @@ def _download(published: Published, archive: Path, progress: Progress | None) ->
     failures = []
     for url in published.urls:
         try:
-            return download(url, archive, progress=progress)
+            return download(url, archive, digest=published.digest, progress=progress)
         except DataError as error:
             failures.append(str(error).removesuffix(REMEDY).strip())
     raise DataError(" ".join([*failures, REMEDY]))

@@ -19,7 +19,10 @@ class Published:
     """What is downloaded, about."""
 
     files: dict[str, str]
-    """Checksum of each file that is taken out, by its name without folders."""
+    """Checksum of each file that is taken out, by its name without folders; empty: that of the archive must do."""
+
+    digest: str | None = None
+    """Checksum of the archive itself, where it has one home."""
 
     @property
     def archive(self) -> str:

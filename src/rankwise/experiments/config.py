@@ -74,20 +74,9 @@ class Experiment:
     def __post_init__(self) -> None:
         for name in ("exclude", "compare"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if type(self.seed) is not int or self.seed < 0:
-            raise ValueError(f"`seed` must be a whole number of at least 0, but is {self.seed!r} instead.")
+        check_method(self.method, self.budget, self.compare, self.seed)
         if self.init == "whitened":
             raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
-        if (self.budget is None) != (self.method.name == "dense"):
-            missing = self.budget is None
-            found, remedy = ("missing", "Example: --budget.removed 0.8.") if missing else ("given", "Leave it out.")
-            raise RankwiseError(
-                f"`budget` goes with every method but dense, but is {found} with {self.method.name}. {remedy}"
-            )
-        for name in self.compare:
-            if name not in METHODS:
-                known = ", ".join(METHODS)
-                raise RankwiseError(f"`compare` must name methods ({known}), but has {name!r}.{nearest(name, METHODS)}")
         for phase in (self.base, self.training):
             if phase is not None and (phase.dense_steps or phase.restart_schedule):
                 raise RankwiseError("`dense_steps` must be 0 in an experiment: its dense phase is `base`.")
@@ -105,6 +94,19 @@ class Experiment:
     def with_method(self, name: str) -> Experiment:
         """The same experiment with another method; settings that both methods have are kept."""
         return replace(self, method=like(self.method, name), budget=None if name == "dense" else self.budget)
+
+
+def check_method(method: Method, budget: Budget | None, compare: tuple[str, ...], seed: int) -> None:
+    """What every experiment refuses."""
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"`seed` must be a whole number of at least 0, but is {seed!r} instead.")
+    if (budget is None) != (method.name == "dense"):
+        found, remedy = ("missing", "Example: --budget.removed 0.8.") if budget is None else ("given", "Leave it out.")
+        raise RankwiseError(f"`budget` goes with every method but dense, but is {found} with {method.name}. {remedy}")
+    for name in compare:
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise RankwiseError(f"`compare` must name methods ({known}), but has {name!r}.{nearest(name, METHODS)}")
 
 
 def like(method: Method, name: str) -> Method:

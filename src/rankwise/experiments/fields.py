@@ -18,11 +18,11 @@ import torch
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError, nearest
-from rankwise.experiments.config import CorpusConfig, Experiment, like
+from rankwise.experiments.arms import AnyExperiment
+from rankwise.experiments.config import Experiment, like
 from rankwise.methods import make_method
 from rankwise.methods.base import Method
 from rankwise.models.architectures import describe_config, from_description
-from rankwise.training import TrainingConfig
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
@@ -44,13 +44,13 @@ class Setting:
     """The first paragraph of its description."""
 
 
-def settings(experiment: Experiment) -> dict[str, Setting]:
+def settings(experiment: AnyExperiment) -> dict[str, Setting]:
     """Every setting by its name."""
     found = (setting for setting in _settings("", experiment) if setting.name not in _HIDDEN)
     return {setting.name: setting for setting in found}
 
 
-def override(experiment: Experiment, texts: Mapping[str, str]) -> Experiment:
+def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperiment:
     """The experiment with some settings changed."""
     texts = dict(_both(texts, experiment))
     if "method" in texts:
@@ -70,10 +70,9 @@ def override(experiment: Experiment, texts: Mapping[str, str]) -> Experiment:
                 )
         node[last] = parse(known[name].hint, text, name)
     try:
-        changed = _rebuild(experiment, Experiment, tree)
+        changed: AnyExperiment = _rebuild(experiment, type(experiment), tree)
     except (ValueError, TypeError) as error:
         raise RankwiseError(str(error)) from error
-    assert isinstance(changed, Experiment)
     return changed
 
 
@@ -102,35 +101,45 @@ def parse(hint: Any, text: str, name: str) -> Any:
     raise RankwiseError(f"`{name}` must be {' or '.join(map(_in_words, kinds))}, but is {text!r} instead.")
 
 
-def to_json(experiment: Experiment) -> dict[str, Any]:
+def to_json(experiment: AnyExperiment) -> dict[str, Any]:
     """All settings, for JSON."""
     plain = dataclasses.asdict(experiment)
-    plain["model"] = describe_config(experiment.model)
+    if isinstance(experiment, Experiment):
+        plain["model"] = describe_config(experiment.model)
     plain["method"] = {"name": experiment.method.name, **plain["method"]}
     if experiment.budget is not None and experiment.budget.dtype is not None:
         plain["budget"]["dtype"] = str(experiment.budget.dtype).removeprefix("torch.")
     return plain
 
 
-def from_json(plain: Mapping[str, Any]) -> Experiment:
+def from_json(plain: Mapping[str, Any]) -> AnyExperiment:
     """The experiment that `to_json` described."""
     try:
-        parts = dict(plain)
-        method = dict(parts["method"])
-        budget = None if parts["budget"] is None else dict(parts["budget"])
-        if budget is not None and budget["dtype"] is not None:
-            budget["dtype"] = getattr(torch, budget["dtype"])
-        parts |= {
-            "corpus": CorpusConfig(**parts["corpus"]),
-            "model": from_description(parts["model"]),
-            "base": None if parts["base"] is None else TrainingConfig(**parts["base"]),
-            "method": make_method(method.pop("name"), **method),
-            "budget": None if budget is None else Budget(**budget),
-            "training": TrainingConfig(**parts["training"]),
-        }
-        return Experiment(**parts)
+        if "task" not in plain:
+            return Experiment(**_from_plain(Experiment, plain))
+        from rankwise.experiments.glue.config import GlueExperiment
+
+        return GlueExperiment(**_from_plain(GlueExperiment, plain))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RankwiseError(f"A saved experiment must hold all of its settings, but {error}.") from error
+
+
+def _from_plain(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of an experiment."""
+    parts, hints = dict(plain), get_type_hints(kind)
+    method = dict(parts["method"])
+    parts["method"] = make_method(method.pop("name"), **method)
+    if kind is Experiment:
+        parts["model"] = from_description(parts["model"])
+    budget = None if parts["budget"] is None else dict(parts["budget"])
+    if budget is not None and budget["dtype"] is not None:
+        budget["dtype"] = getattr(torch, budget["dtype"])
+    parts["budget"] = budget
+    for name, hint in hints.items():
+        group: Any = next(filter(dataclasses.is_dataclass, _choices(hint)), None)
+        if isinstance(parts[name], dict) and group is not None:
+            parts[name] = group(**parts[name])
+    return parts
 
 
 def _settings(prefix: str, config: Any) -> Iterator[Setting]:
@@ -163,7 +172,7 @@ def descriptions(kind: type) -> dict[str, str]:
     return texts
 
 
-def _both(texts: Mapping[str, str], experiment: Experiment) -> Iterator[tuple[str, str]]:
+def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple[str, str]]:
     for name, text in texts.items():
         first, _, rest = name.partition(".")
         if first != BOTH or not rest:
@@ -174,7 +183,7 @@ def _both(texts: Mapping[str, str], experiment: Experiment) -> Iterator[tuple[st
         yield f"training.{rest}", text
 
 
-def _swap_method(experiment: Experiment, name: str) -> Experiment:
+def _swap_method(experiment: AnyExperiment, name: str) -> AnyExperiment:
     try:
         method: Method = like(experiment.method, name)
     except TypeError as error:

@@ -21,6 +21,7 @@ from torch import nn
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
 from rankwise.errors import CheckpointError
+from rankwise.experiments.arms import AnyExperiment
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import from_json, to_json
 from rankwise.files import reason, write_json
@@ -41,11 +42,11 @@ class Exported:
     vocabulary: Vocabulary
 
 
-def write_experiment(folder: Path, experiment: Experiment) -> None:
+def write_experiment(folder: Path, experiment: AnyExperiment) -> None:
     write(folder / EXPERIMENT, to_json(experiment))
 
 
-def read_experiment(folder: Path) -> Experiment:
+def read_experiment(folder: Path) -> AnyExperiment:
     """The experiment that a folder belongs to."""
     plain = read(folder / EXPERIMENT)
     if plain is None:
@@ -59,6 +60,11 @@ def read_experiment(folder: Path) -> Experiment:
 def load_run(folder: Path) -> Exported:
     """The model of a run: that of the folder itself, or of the method that the experiment in it is about."""
     experiment = read_experiment(folder)
+    if not isinstance(experiment, Experiment):
+        raise CheckpointError(
+            f"A run of a language model is needed here, but {folder} is one of GLUE. "
+            "Its models load by `from_pretrained`; `rankwise report` shows their figures."
+        )
     place = folder if (folder / MODEL).is_dir() else folder / experiment.method.name
     vocabulary = read(place / VOCABULARY)
     if vocabulary is None or not (place / MODEL).is_dir():
@@ -66,7 +72,9 @@ def load_run(folder: Path) -> Exported:
             f"A run must be finished before its model can be used, but there is none in {place}. "
             "Run the same command again to go on."
         )
-    return Exported(place, read_experiment(place), load(place / MODEL).eval(), Vocabulary.from_json(vocabulary))
+    own = read_experiment(place)
+    assert isinstance(own, Experiment)
+    return Exported(place, own, load(place / MODEL).eval(), Vocabulary.from_json(vocabulary))
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import count
 from rankwise.data.published import PUBLISHED
+from rankwise.experiments.arms import AnyExperiment
 from rankwise.experiments.config import Experiment
+from rankwise.experiments.glue.presets import outline as glue_outline
+from rankwise.experiments.sizes import Outline
 from rankwise.models.architectures import build
 from rankwise.pruner import account_of, planned
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Sizes in parameters, for the vocabulary that the preset expects."""
-
-    parameters: int
-    """Of the dense model."""
-    prunable: int
-    exported: int
-    """What the exported model may have."""
-    steps: int
-    """Dense and pruning steps of the method itself, comparisons not counted."""
-    tokens: int
-    """Tokens that are read in them."""
-    corpus: str
-    download_megabytes: int
-    """0 where nothing is downloaded."""
-
-
-def outline(experiment: Experiment) -> Outline:
-    """Built on the meta device, so it costs no memory."""
+def outline(experiment: AnyExperiment) -> Outline:
+    """Built on the meta device, so it costs no memory; a pretrained encoder is known by its preset."""
+    if not isinstance(experiment, Experiment):
+        return glue_outline(experiment)
     with torch.device("meta"):
         model = build(experiment.model)
     plan = find_plan(model, exclude=experiment.exclude)

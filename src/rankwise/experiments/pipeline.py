@@ -28,6 +28,7 @@ from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
 from rankwise.deploy.save import WEIGHTS, save
 from rankwise.errors import CheckpointError
+from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import (
@@ -44,24 +45,13 @@ from rankwise.experiments.folder import (
 from rankwise.experiments.outline import outline
 from rankwise.models.architectures import build, describe_config
 from rankwise.pruner import Pruner
-from rankwise.training import Outcome, Progress, TrainingConfig, fit
+from rankwise.training import Outcome, TrainingConfig, fit
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.language import LanguageModel
 from rankwise.training.records import surroundings
 
-FORMAT, VERSION = "rankwise-experiment", 1
 REPEATS = 30
 """Of every model, when they are timed."""
-
-
-class Watcher(Progress):
-    """Told what happens in an experiment; override what is of interest."""
-
-    def phase(self, title: str) -> None:
-        """Something new begins: training, evaluating, timing."""
-
-    def read(self, what: str, done: int, total: int | None) -> None:
-        """Data is being downloaded or prepared: `done` of `total` bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,30 +64,9 @@ class Stage:
     trackers: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One method from the shared base."""
-
-    name: str
-    experiment: Experiment
-
-
-def run(
-    experiment: Experiment,
-    folder: str | os.PathLike[str],
-    *,
-    watcher: Watcher | None = None,
-    trackers: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
-    names = dict.fromkeys((experiment.method.name, *experiment.compare))
-    arms = [Arm(name, experiment if name == experiment.method.name else experiment.with_method(name)) for name in names]
-    return run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
-
-
 def run_arms(
     experiment: Experiment,
-    arms: Sequence[Arm],
+    arms: Sequence[Arm[Experiment]],
     folder: str | os.PathLike[str],
     *,
     watcher: Watcher | None = None,
@@ -225,7 +194,7 @@ def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
 
 
-def _run_arm(stage: Stage, arm: Arm, base: Path | None) -> dict[str, Any]:
+def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str, Any]:
     experiment, corpus = arm.experiment, stage.corpus
 
     def make() -> nn.Module:
@@ -251,7 +220,7 @@ def _run_arm(stage: Stage, arm: Arm, base: Path | None) -> dict[str, Any]:
 
 def _finish(
     stage: Stage,
-    arm: Arm,
+    arm: Arm[Experiment],
     about: dict[str, Any],
     config: TrainingConfig,
     make: Callable[[], nn.Module],

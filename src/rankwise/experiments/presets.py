@@ -16,7 +16,9 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError, nearest
+from rankwise.experiments.arms import AnyExperiment
 from rankwise.experiments.config import CorpusConfig, Experiment
+from rankwise.experiments.glue.presets import ENCODERS, glue
 from rankwise.methods import METHODS, make_method
 from rankwise.methods.base import Method
 from rankwise.models.adaptive import Clusters
@@ -39,7 +41,7 @@ class Preset:
     """An experiment by name."""
 
     name: str
-    make: Callable[[], Experiment]
+    make: Callable[[], AnyExperiment]
     table: str
     """The table of the paper it is a row of; empty for ours."""
     about: str
@@ -176,7 +178,7 @@ def enwik8_transformer_xl(method: str = "flop-l0", removed: float | None = 0.8, 
     )
 
 
-def preset(name: str) -> Experiment:
+def preset(name: str) -> AnyExperiment:
     """The experiment of that name."""
     if name not in PRESETS:
         raise RankwiseError(
@@ -302,6 +304,9 @@ def _rows() -> Iterator[tuple[str, Callable[..., Experiment]]]:
 def _presets() -> Iterator[Preset]:
     yield Preset("demo", demo, "", "a small SRU on text that every Python carries; a laptop, no download")
     yield Preset("enwik8-sru-10min", enwik8_sru_10min, "", "570 seconds on one H200, start to evaluated compact model")
+    for name, encoder in ENCODERS.items():
+        about = f"fine-tune, prune and heal {encoder.hub.rpartition('/')[2]} on a task of GLUE; minutes on one GPU"
+        yield Preset(name, partial(glue, name), "", about)
     for (table, make), short in itertools.product(_rows(), (False, True)):
         made = partial(make, short=short)
         about = "minutes on one GPU" if short else "as published"

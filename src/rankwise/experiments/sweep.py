@@ -10,15 +10,14 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.experiments.config import Experiment
+from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, run_arms
 from rankwise.experiments.folder import RECORD, write, write_experiment
-from rankwise.experiments.pipeline import Arm, Watcher, run_arms
 
 FORMAT, VERSION = "rankwise-sweep", 1
 
 
 def sweep(
-    experiment: Experiment,
+    experiment: AnyExperiment,
     folder: str | os.PathLike[str],
     *,
     methods: Sequence[str],
@@ -53,8 +52,8 @@ def sweep(
     return record
 
 
-def _arms(experiment: Experiment, methods: Sequence[str], removed: Sequence[float]) -> list[Arm]:
-    arms = []
+def _arms(experiment: AnyExperiment, methods: Sequence[str], removed: Sequence[float]) -> list[Arm[Any]]:
+    arms: list[Arm[Any]] = []
     for method in methods:
         chosen = experiment.with_method(method)
         if method == "dense":

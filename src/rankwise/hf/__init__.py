@@ -1,4 +1,4 @@
-"""Hugging Face: plans in PEFT's words, a callback for the stock `Trainer`, folders that `from_pretrained` loads."""
+"""Hugging Face: plans in PEFT's words, a callback for the stock `Trainer`, distillation, folders that load anywhere."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rankwise.adapters.targets import target_plan as find_plan
     from rankwise.hf.callback import PruningCallback as PruningCallback
+    from rankwise.hf.distill import Distillation as Distillation
+    from rankwise.hf.distill import distillation_loss as distillation_loss
     from rankwise.hf.pretrained import save_pretrained as save_pretrained
 
-__all__ = ["PruningCallback", "find_plan", "save_pretrained"]
+__all__ = ["Distillation", "PruningCallback", "distillation_loss", "find_plan", "save_pretrained"]
 
 _HOMES = {
+    "Distillation": ("rankwise.hf.distill", "Distillation"),
+    "distillation_loss": ("rankwise.hf.distill", "distillation_loss"),
     "PruningCallback": ("rankwise.hf.callback", "PruningCallback"),
     "find_plan": ("rankwise.adapters.targets", "target_plan"),
     "save_pretrained": ("rankwise.hf.pretrained", "save_pretrained"),

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MEASURES = {"bits_per_character": "bits per character", "perplexity": "perplexity"}
+MEASURES = {
+    "bits_per_character": "bits per character",
+    "perplexity": "perplexity",
+    "f1": "F1",
+    "spearman": "Spearman",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "accuracy": "accuracy",
+}
+"""The first that a row has is compared with the dense model's."""
+SPLITS = ("valid", "test")
 
 
 @dataclass(frozen=True)
@@ -37,20 +47,19 @@ class Table:
 def table(record: Mapping[str, Any]) -> Table:
     """Of a run, or of a sweep: there, means over seeds with their spread."""
     runs = record.get("runs", [record])
-    measure = _measure(runs[0]["rows"][0]["test"])
+    measures = _measures(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
     dense = [next((row for row in run["rows"] if row["method"] == "dense"), None) for run in runs]
     rows = []
     for name, group in found.items():
-        lost = _lost(runs, dense, name, measure)
+        lost = _lost(runs, dense, name, measures[0])
         rows.append(
             (
                 name,
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
                 f"{group[0]['removed']:.1%}",
-                _spread([row["valid"][measure] for row in group]),
-                _spread([row["test"][measure] for row in group]),
+                *(_spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
                 _spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
                 _spread([row["milliseconds"]["median"] for row in group], ".1f"),
                 _spread([row["speedup"] for row in group], ".2f", "x"),
@@ -60,14 +69,14 @@ def table(record: Mapping[str, Any]) -> Table:
     if any(row["nonzeros"] for group in found.values() for row in group):
         notes.append("* non-zero parameters: the matrices keep their shape")
     columns = (
-        "", "parameters", "removed", f"valid {MEASURES[measure]}", f"test {MEASURES[measure]}", "against dense",
-        "ms per window", "speed",
+        "", "parameters", "removed", *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
+        "against dense", "ms per window", "speed",
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(notes))
 
 
-def _measure(quality: Mapping[str, Any]) -> str:
-    return next(measure for measure in MEASURES if measure in quality)
+def _measures(quality: Mapping[str, Any]) -> list[str]:
+    return [measure for measure in MEASURES if measure in quality]
 
 
 def _lost(
@@ -77,12 +86,15 @@ def _lost(
     losses = []
     for run, control in zip(runs, dense, strict=True):
         for row in run["rows"]:
-            if row["name"] == name and control is not None and row is not control:
+            # a model that has learned nothing may score 0
+            if row["name"] == name and control and row is not control and control["test"][measure] > 0:
                 losses.append(row["test"][measure] / control["test"][measure] - 1)
     return losses
 
 
 def _spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
+    if not values:
+        return ""
     mean = format(statistics.mean(values), form)
     if len(values) < 2:
         return f"{mean}{unit}"

@@ -12,7 +12,7 @@ from rankwise.data.windows import Evaluation
 from rankwise.training.schedules import SCHEDULES
 
 Precision = Literal["no", "bf16"]
-Schedule = Literal["inverse-sqrt", "cosine", "constant"]
+Schedule = Literal["inverse-sqrt", "cosine", "constant", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)

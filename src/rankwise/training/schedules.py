@@ -27,8 +27,16 @@ def constant(step: int, warmup_steps: int, num_steps: int) -> float:
     return min(1.0, step / max(warmup_steps, 1))
 
 
+def linear(step: int, warmup_steps: int, num_steps: int) -> float:
+    """k / w, then (n - k) / (n - w): down to 0 at the last step."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return (num_steps - step) / (num_steps - warmup_steps)
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
     "inverse-sqrt": inverse_sqrt,
     "cosine": cosine,
     "constant": constant,
+    "linear": linear,
 }

@@ -1,0 +1,97 @@
+"""The tasks of GLUE: which columns hold the texts and the label, how labels are written, how answers are judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rankwise.errors import DataError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task. Data, no code."""
+
+    name: str
+    """As on the command line."""
+    title: str
+    """As published; also the name of its folder."""
+    texts: tuple[str, ...]
+    """The columns of the one or two texts."""
+    label: str
+    """The column of the label."""
+    labels: tuple[str, ...] = ()
+    """How the classes 0, 1, ... are written in the file; none: the label is a number in `limits`."""
+    limits: tuple[float, float] = (0.0, 5.0)
+    metrics: tuple[str, ...]
+    """The official ones; the first is shown where one must do."""
+    columns: tuple[str, ...] = ()
+    """Of a file without a header."""
+    dev: str = "dev.tsv"
+    """Its development set. The labels of the test sets are not published."""
+    train_rows: int
+    """Of the whole training set."""
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of a head for this task."""
+        return len(self.labels) or 1
+
+    @property
+    def is_regression(self) -> bool:
+        return not self.labels
+
+
+BINARY = ("0", "1")
+ENTAILMENT = ("entailment", "not_entailment")
+SENTENCES = ("sentence1", "sentence2")
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="cola", title="CoLA", texts=("sentence",), label="label", labels=BINARY, metrics=("matthews",),
+            columns=("source", "label", "mark", "sentence"), train_rows=8_551,
+        ),
+        Task(
+            name="sst2", title="SST-2", texts=("sentence",), label="label", labels=BINARY, metrics=("accuracy",),
+            train_rows=67_349,
+        ),
+        Task(
+            name="mrpc", title="MRPC", texts=("#1 String", "#2 String"), label="Quality", labels=BINARY,
+            metrics=("f1", "accuracy"), train_rows=3_668,
+        ),
+        Task(
+            name="stsb", title="STS-B", texts=SENTENCES, label="score", metrics=("spearman", "pearson"),
+            train_rows=5_749,
+        ),
+        Task(
+            name="qqp", title="QQP", texts=("question1", "question2"), label="is_duplicate", labels=BINARY,
+            metrics=("f1", "accuracy"), train_rows=363_846,
+        ),
+        Task(
+            name="mnli", title="MNLI", texts=SENTENCES, label="gold_label",
+            labels=("entailment", "neutral", "contradiction"), metrics=("accuracy",), dev="dev_matched.tsv",
+            train_rows=392_702,
+        ),
+        Task(
+            name="qnli", title="QNLI", texts=("question", "sentence"), label="label", labels=ENTAILMENT,
+            metrics=("accuracy",), train_rows=104_743,
+        ),
+        Task(
+            name="rte", title="RTE", texts=SENTENCES, label="label", labels=ENTAILMENT, metrics=("accuracy",),
+            train_rows=2_490,
+        ),
+        Task(
+            name="wnli", title="WNLI", texts=SENTENCES, label="label", labels=BINARY, metrics=("accuracy",),
+            train_rows=635,
+        ),
+    )
+}  # fmt: skip
+
+
+def task_named(name: str) -> Task:
+    """The task of that name, as "sst2" or as "SST-2"."""
+    plain = name.lower().replace("-", "")
+    if plain not in TASKS:
+        raise DataError(f"`task` must be one of {', '.join(TASKS)}, but is {name!r} instead.{nearest(plain, TASKS)}")
+    return TASKS[plain]

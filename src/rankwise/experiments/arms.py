@@ -1,0 +1,71 @@
+"""What runs in an experiment: arms that start from a shared base. Each kind of experiment has its own pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from rankwise.experiments.config import Experiment
+from rankwise.training import Progress
+
+if TYPE_CHECKING:
+    from rankwise.experiments.glue.config import GlueExperiment
+
+AnyExperiment: TypeAlias = "Experiment | GlueExperiment"
+
+E = TypeVar("E")
+
+FORMAT, VERSION = "rankwise-experiment", 1
+"""Of a record."""
+
+
+class Watcher(Progress):
+    """Told what happens in an experiment; override what is of interest."""
+
+    def phase(self, title: str) -> None:
+        """Something new begins: training, evaluating, timing."""
+
+    def read(self, what: str, done: int, total: int | None) -> None:
+        """Data is being downloaded or prepared: `done` of `total` bytes."""
+
+
+@dataclass(frozen=True)
+class Arm(Generic[E]):
+    """One method from the shared base."""
+
+    name: str
+    experiment: E
+
+
+def run(
+    experiment: AnyExperiment,
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
+    names = dict.fromkeys((experiment.method.name, *experiment.compare))
+    own: Any = experiment
+    arms = [Arm(name, own if name == own.method.name else own.with_method(name)) for name in names]
+    return run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
+
+
+def run_arms(
+    experiment: AnyExperiment,
+    arms: Sequence[Arm[Any]],
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Several methods from the base of one experiment, by the pipeline of its kind."""
+    if isinstance(experiment, Experiment):
+        from rankwise.experiments import pipeline
+
+        return pipeline.run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
+    from rankwise.experiments.glue import pipeline as glue
+
+    return glue.run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)

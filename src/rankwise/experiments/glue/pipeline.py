@@ -1,0 +1,335 @@
+"""From a GLUE experiment to a table: a dense base, then every arm from it: pruned, compacted, healed, evaluated, kept.
+
+The same call again goes on with the first part that is not finished. No choice is made on the reported rows: the last
+weights are the ones that are exported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.adapters.targets import target_plan
+from rankwise.core.budget import Budget, count
+from rankwise.core.plan import Plan
+from rankwise.data.glue.tasks import task_named
+from rankwise.deploy.measure import time_together
+from rankwise.errors import RankwiseError
+from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
+from rankwise.experiments.fields import to_json
+from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
+from rankwise.experiments.glue.config import GlueExperiment
+from rankwise.experiments.glue.data import Splits, load_splits
+from rankwise.experiments.glue.encoder import check_encoder, load_encoder, quiet
+from rankwise.hf.distill import distillation_loss
+from rankwise.hf.pretrained import save_pretrained
+from rankwise.methods.base import Method
+from rankwise.pruner import Pruner, account_of, planned
+from rankwise.training.records import RunFolder, surroundings
+from rankwise.training.snapshots import Snapshot, Snapshots
+from rankwise.training.tune import Batch, Loss, Precision, TuningConfig, tune
+
+REPEATS = 20
+"""Of every model, when they are timed."""
+CALIBRATION_BATCH = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What all parts of an experiment share."""
+
+    splits: Splits
+    folder: Path
+    watcher: Watcher
+    device: torch.device
+    precision: Precision
+
+
+def run_arms(
+    experiment: GlueExperiment,
+    arms: Sequence[Arm[GlueExperiment]],
+    folder: str | os.PathLike[str],
+    *,
+    watcher: Watcher | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Several methods from the base of one experiment; the record, which is also in `record.json`."""
+    if trackers:
+        raise RankwiseError(f"`trackers` are for language models, but {', '.join(trackers)} was given. Leave it out.")
+    path = Path(folder)
+    described = _described(experiment)
+    wanted = [arm.name for arm in arms]
+    finished = read(path / RECORD)
+    if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
+        return finished
+    stage = begin(experiment, path, watcher)
+    base = train_base(stage, experiment)
+    rows = [base]
+    for arm in arms:
+        if arm.name != "dense":
+            rows += prune_base(stage, arm)
+    stage.watcher.phase("timing")
+    add_timings(stage, rows)
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": experiment.name,
+        "seed": experiment.seed,
+        "experiment": described,
+        "arms": wanted,
+        "corpus": stage.splits.dataset.record(),
+        "rows": rows,
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **surroundings(stage.device),
+    }
+    write_experiment(path, experiment)
+    write(path / RECORD, record)
+    return record
+
+
+def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = None) -> Stage:
+    """Read the data and refuse what cannot be run, before anything is written."""
+    watcher = watcher or Watcher()
+    device = torch.device("cuda" if experiment.device == "auto" and torch.cuda.is_available() else "cpu")
+    check_encoder(experiment.model.name, task_named(experiment.task), experiment.model.max_length)
+    watcher.phase(f"reading {experiment.task}")
+    stage = Stage(load_splits(experiment, device, watcher.read), folder, watcher, device, experiment.precision)
+    model = load_encoder(experiment.model.name, stage.splits.dataset.task)
+    if experiment.budget is not None:
+        # a budget out of reach is found out here, not after the base is trained
+        plan, method = _plan(experiment, model), experiment.method
+        account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
+        for budget in _budgets(experiment, experiment.budget):
+            budget.resolve(account)
+    if not folder.exists():
+        write_experiment(folder, experiment)
+    return stage
+
+
+def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
+    """Fine-tune the dense model, unless that is done already; its row of the table."""
+    task = stage.splits.dataset.task
+    of = _of(stage, experiment, ("task", "held_out", "model", "base", "precision", "seed"))
+    done = read(stage.folder / BASE / EXPORT)
+    if done is not None and done["of"] == of:
+        row: dict[str, Any] = done["rows"][0]
+        return row
+    stage.watcher.phase("fine-tuning the dense model")
+    model = load_encoder(experiment.model.name, task, seed=experiment.seed).to(stage.device)
+    seconds = _tune(stage, BASE, of, model, experiment.base, _own_loss, seed=2 * experiment.seed)
+    sizes = {"parameters": count(model), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
+    steps = {"steps": experiment.base.steps(len(stage.splits.train)), "seconds": seconds}
+    row = _export(stage, BASE, model, {"name": "dense", "method": "dense", **sizes, **steps}, None)
+    write(stage.folder / BASE / EXPORT, {"of": of, "rows": [row]})
+    return row
+
+
+def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
+    """Prune, compact and heal from the base, unless that is done already; a row for each size."""
+    experiment = arm.experiment
+    assert experiment.budget is not None
+    of = {**_of(stage, experiment), "base": (read(stage.folder / BASE / EXPORT) or {}).get("of")}
+    done = read(stage.folder / arm.name / EXPORT)
+    if done is not None and done["of"] == of:
+        rows: list[dict[str, Any]] = done["rows"]
+        return rows
+    model = load_encoder(stage.folder / BASE / MODEL, stage.splits.dataset.task).to(stage.device)
+    loss = _own_loss if experiment.distillation is None else distillation_loss(_twin(model), experiment.distillation)
+    pruner = _gate(stage, experiment, model)
+    snapshots = Snapshots(pruner, _budgets(experiment, experiment.budget))
+    stage.watcher.phase(f"pruning with {arm.name}")
+    seconds = _tune(
+        stage, arm.name, of, model, experiment.training, loss,
+        seed=2 * experiment.seed + 1, pruner=pruner, after_step=snapshots.take,
+    )  # fmt: skip
+    rows = [_healed(stage, arm, snapshot, loss, seconds) for snapshot in snapshots.finish()]
+    write_experiment(stage.folder / arm.name, experiment)
+    write(stage.folder / arm.name / EXPORT, {"of": of, "rows": rows})
+    return rows
+
+
+def _healed(stage: Stage, arm: Arm[GlueExperiment], snapshot: Snapshot, loss: Loss, seconds: float) -> dict[str, Any]:
+    """Train the compact model itself for a while, evaluate and save it; its row."""
+    experiment = arm.experiment
+    name = (
+        arm.name if snapshot.budget == experiment.budget else f"{arm.name}-at-{100 * (snapshot.budget.removed or 0):g}"
+    )
+    steps = snapshot.step
+    if experiment.healing is not None:
+        stage.watcher.phase(f"healing {name}")
+        of = {"healing": dataclasses.asdict(experiment.healing)}
+        healing = experiment.healing
+        seconds += _tune(stage, f"{name}/healing", of, snapshot.model, healing, loss, seed=2 * experiment.seed + 1)
+        steps += healing.steps(len(stage.splits.train))
+    size = snapshot.size
+    row = {
+        "name": name,
+        "method": experiment.method.name,
+        "parameters": size.exported,
+        "removed": size.removed,
+        "removed_of_prunable": size.removed_of_prunable,
+        "nonzeros": size.nonzeros,
+        "steps": steps,
+        "seconds": seconds,
+    }
+    return _export(stage, name, snapshot.model, row, snapshot)
+
+
+def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
+    assert experiment.budget is not None
+    calibration = None
+    if experiment.init == "whitened":
+        calibration = _calibration(stage, experiment)
+    return Pruner(
+        model,
+        experiment.budget,
+        _method(experiment, experiment.training.steps(len(stage.splits.train))),
+        plan=_plan(experiment, model),
+        init=experiment.init,
+        calibration=calibration,
+        seed=experiment.seed,
+    )
+
+
+def _plan(experiment: GlueExperiment, model: nn.Module) -> Plan:
+    """The encoder's matrices. The head stays whole: it is small, and without a component of it there is no answer."""
+    heads = [name for name, _ in model.named_children() if name != getattr(model, "base_model_prefix", "")]
+    return target_plan(model, exclude_modules=experiment.exclude or None, modules_to_save=heads or None)
+
+
+def _method(experiment: GlueExperiment, steps: int) -> Method:
+    """With the ramp in steps, for a method that has one."""
+    method = experiment.method
+    if not hasattr(method, "anneal_steps"):
+        return method
+    return replace(method, anneal_steps=max(1, int(experiment.ramp * steps)))  # type: ignore[call-arg]
+
+
+def _calibration(stage: Stage, experiment: GlueExperiment) -> list[Batch]:
+    found, batches = 0, []
+    for batch in stage.splits.train.batches(CALIBRATION_BATCH, experiment.seed):
+        batches.append({name: tensor for name, tensor in batch.items() if name != "labels"})
+        found += len(batch["input_ids"])
+        if found >= experiment.calibration_rows:
+            break
+    return batches
+
+
+def _budgets(experiment: GlueExperiment, budget: Budget) -> list[Budget]:
+    """The budget itself, and what is taken on the way to it."""
+    further = [replace(budget, removed=size) for size in experiment.sizes if size != budget.removed]
+    return [*further, budget]
+
+
+def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def _tune(
+    stage: Stage,
+    name: str,
+    of: Mapping[str, Any],
+    model: nn.Module,
+    config: TuningConfig,
+    loss: Loss,
+    *,
+    seed: int,
+    pruner: Pruner | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> float:
+    """One phase of training, with its configuration and its metrics in its folder."""
+    folder = RunFolder(stage.folder / name)
+    folder.metrics.unlink(missing_ok=True)
+    folder.begin(of)
+    steps = config.steps(len(stage.splits.train))
+    stage.watcher.begin(0, steps)
+
+    def log(line: Mapping[str, Any]) -> None:
+        folder.append(line)
+        stage.watcher.report(dict(line))
+
+    taken = 0
+
+    def advance() -> None:
+        nonlocal taken
+        if after_step is not None:
+            after_step()
+        taken += 1
+        stage.watcher.advance(taken)
+
+    try:
+        return tune(
+            model, stage.splits.train, config, loss,
+            seed=seed, precision=stage.precision, pruner=pruner, after_step=advance, log=log,
+        )  # fmt: skip
+    finally:
+        stage.watcher.end()
+
+
+def _export(
+    stage: Stage, name: str, model: nn.Module, row: dict[str, Any], snapshot: Snapshot | None
+) -> dict[str, Any]:
+    """Evaluate a finished model and save it as a folder that `from_pretrained` loads."""
+    stage.watcher.phase(f"evaluating {name}")
+    valid, test = (stage.splits.quality(model, split) for split in ("valid", "test"))
+    with quiet():
+        save_pretrained(
+            model,  # type: ignore[arg-type]
+            stage.folder / name / MODEL,
+            tokenizer=stage.splits.tokenizer,
+            size=None if snapshot is None else snapshot.size,
+            overwrite=True,
+        )
+    return {**row, "valid": valid, "test": test, "folder": name}
+
+
+def add_timings(stage: Stage, rows: list[dict[str, Any]]) -> None:
+    """Milliseconds for one text of the greatest length, batch 1, and how much faster than the first row that is."""
+    task = stage.splits.dataset.task
+    models = {row["folder"]: load_encoder(stage.folder / row["folder"] / MODEL, task) for row in rows}
+    width = stage.splits.train.tensors["input_ids"].shape[1]
+    tokens = stage.splits.train.tensors["input_ids"][:1, :1].expand(1, width).contiguous()
+
+    def call(model: nn.Module) -> Callable[[], object]:
+        model = model.to(stage.device).eval()
+
+        @torch.inference_mode()
+        def forward() -> object:
+            return model(input_ids=tokens)
+
+        return forward
+
+    calls = {name: call(model) for name, model in models.items()}
+    timings = time_together(calls, repeats=REPEATS, device=stage.device)
+    for row in rows:
+        timing = timings[row["folder"]]
+        row["milliseconds"] = dataclasses.asdict(timing)
+        row["speedup"] = timings[rows[0]["folder"]].median / timing.median
+
+
+def _described(experiment: GlueExperiment) -> dict[str, Any]:
+    """As JSON gives it back; where the data lies on this machine is no part of the experiment."""
+    plain: dict[str, Any] = json.loads(json.dumps(to_json(replace(experiment, data=None))))
+    return plain
+
+
+def _of(stage: Stage, experiment: GlueExperiment, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a finished part was made from."""
+    described = _described(experiment)
+    chosen = {name: described[name] for name in names} if names is not None else described
+    return {**chosen, "fingerprint": stage.splits.dataset.fingerprint}
