@@ -224,11 +224,14 @@ class Controller(State, ABC):
         if numbers is None:
             numbers = self.layout.sums((z != 0).long()).tolist()
         self._index = self.layout.open_first(z, self._index)
-        for gate, size, start, number in zip(self.gates, self.layout.sizes, self.layout.starts, numbers, strict=True):
-            rank = min(_filled(number, gate.active), size) if z.is_cuda else number
-            few = rank <= FEW * size
-            gate.active = self._index[start : start + rank] if few else None
-            gate.binary = binary and number == (rank if few else size)
+        sizes = self.layout.sizes
+        ranks: list[int | None] = [n if n <= FEW * size else None for n, size in zip(numbers, sizes, strict=True)]
+        if z.is_cuda:
+            before = [None if gate.active is None else len(gate.active) for gate in self.gates]
+            ranks = filled(numbers, sizes, before, exact=binary)
+        for gate, size, start, number, rank in zip(self.gates, sizes, self.layout.starts, numbers, ranks, strict=True):
+            gate.active = None if rank is None else self._index[start : start + rank]
+            gate.binary = binary and number == (size if rank is None else rank)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -240,13 +243,25 @@ class Controller(State, ABC):
         return self
 
 
-def _filled(number: int, active: Tensor | None) -> int:
-    """The rank at which `number` components are multiplied on a GPU: closed ones, whose z is zero, fill it up.
+def filled(
+    numbers: Sequence[int], sizes: Sequence[int], ranks: Sequence[int | None], *, exact: bool
+) -> list[int | None]:
+    """The ranks at which gates with `numbers` of open components are multiplied on a GPU: closed ones fill them up.
 
-    A product of an odd rank is slow, and a new rank is a new graph of the step: one that fits goes on for a while.
+    None where most of a gate is open, and all of it is multiplied. A product of an odd rank is slow, and a new rank is
+    a new graph of the step. So `ranks` go on for as long as all fit; when one does not, all are set anew, with some
+    room where the numbers go on changing.
     """
-    rank = 0 if active is None else len(active)
-    return rank if rank - 2 * RANKS < number <= rank else -(-number // RANKS) * RANKS
+    room = 0 if exact else RANKS // 2
+    anew: list[int | None] = []
+    for number, size in zip(numbers, sizes, strict=True):
+        rank = min(-(-(number + room) // RANKS) * RANKS, size)
+        anew.append(rank if rank <= FEW * size else None)
+
+    def fits(number: int, rank: int | None, new: int | None) -> bool:
+        return new is None if rank is None else rank - 3 * RANKS < number <= rank
+
+    return list(ranks) if not exact and all(map(fits, numbers, ranks, anew)) else anew
 
 
 class FixedController(Controller):

@@ -1,0 +1,49 @@
+"""Ranks at which gated pairs are multiplied on a GPU."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.core.control import RANKS, filled
+from rankwise.core.gates import FEW
+
+Gates = list[tuple[int, int, int | None]]
+"""Size, open components, and the rank before."""
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> Gates:
+    found = []
+    for _ in range(draw(st.integers(1, 5))):
+        size = draw(st.integers(1, 600))
+        number = draw(st.integers(0, size))
+        found.append((size, number, draw(st.none() | st.integers(0, size // RANKS).map(lambda n: n * RANKS))))
+    return found
+
+
+@given(gates(), st.booleans())
+def test_all_that_is_open_is_multiplied_and_a_rank_that_fits_goes_on(found: Gates, exact: bool) -> None:
+    sizes, numbers, before = (list(column) for column in zip(*found, strict=True))
+    ranks = filled(numbers, sizes, before, exact=exact)
+    for size, number, rank in zip(sizes, numbers, ranks, strict=True):
+        assert rank is None or number <= rank <= size
+        assert rank is None or rank % RANKS == 0 or rank == size
+        if rank is None:
+            assert number + RANKS > FEW * size - RANKS
+        elif exact:
+            assert rank < number + RANKS
+        else:
+            assert rank < number + 3 * RANKS
+    assert filled(numbers, sizes, ranks, exact=exact) == ranks
+
+
+@given(gates())
+def test_a_small_change_changes_nothing(found: Gates) -> None:
+    sizes, numbers, before = (list(column) for column in zip(*found, strict=True))
+    ranks = filled(numbers, sizes, before, exact=False)
+    fresh = filled(numbers, sizes, [0] * len(sizes), exact=False)
+    if ranks == fresh:
+        more = [min(number + RANKS // 2, size) for number, size in zip(numbers, sizes, strict=True)]
+        after = filled(more, sizes, ranks, exact=False)
+        assert after == ranks or None in ranks or None in after
