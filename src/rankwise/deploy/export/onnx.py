@@ -84,8 +84,9 @@ def _loosen(program: torch.export.ExportedProgram) -> None:
     results lie otherwise. A graph of ONNX knows no such thing, so that nothing is copied there.
     """
     aten = torch.ops.aten
+    views = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
     for node in list(program.graph.nodes):
-        if node.op == "call_function" and node.target is aten.view.default:
+        if node.op == "call_function" and node.target in views:
             source = node.args[0]
             with program.graph.inserting_before(node):
                 lain_out = program.graph.call_function(
