@@ -65,7 +65,7 @@ def write_checked(
     compared = list(cases(captured))
     expected = [reference_outputs(captured, case) for case in compared]
     with whole_folder(target) as unfinished:
-        write(unfinished)
+        _wrote(write, unfinished, format)
         files = sorted(unfinished.iterdir())
         difference = largest_difference(load(unfinished), compared, expected, format)
         if not difference <= allowed:
@@ -88,6 +88,18 @@ def write_checked(
         for file in files:
             sync(file)
     return made
+
+
+def _wrote(write: Callable[[Path], None], folder: Path, format: str) -> None:
+    try:
+        with quiet():
+            write(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The model must be one that can be written as {format}, but its tools say: {first_line(error)}"
+        ) from error
 
 
 def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:

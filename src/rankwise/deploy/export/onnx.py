@@ -32,8 +32,7 @@ def export(
     made = _convert(captured)
 
     def write(folder: Path) -> None:
-        with quiet():
-            made.save(folder / FILE, external_data=_is_large(model))
+        made.save(folder / FILE, external_data=_is_large(model))
         if int8:
             _quantize(folder)
 
@@ -103,10 +102,11 @@ def _is_large(model: nn.Module) -> bool:
 
 def _quantize(folder: Path) -> None:
     quantization = imported("onnxruntime.quantization", package="onnxruntime")
+    onnx = imported("onnx")
     dense = folder / f"dense-{FILE}"
-    (folder / FILE).rename(dense)
-    with quiet():
-        quantization.quantize_dynamic(
-            dense, folder / FILE, weight_type=quantization.QuantType.QInt8, per_channel=True, reduce_range=False
-        )
+    graph = onnx.load(folder / FILE)
+    # shapes that the exporter noted of matrices it then turned around stop the quantizer, which infers them anew
+    del graph.graph.value_info[:]
+    onnx.save(graph, dense)
+    quantization.quantize_dynamic(dense, folder / FILE, weight_type=quantization.QuantType.QInt8, per_channel=True)
     dense.unlink()

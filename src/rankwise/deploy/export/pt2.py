@@ -35,8 +35,7 @@ def export(
     captured = capture(model, example_inputs)
 
     def write(folder: Path) -> None:
-        with quiet():
-            torch.export.save(captured.program, folder / FILE, extra_files={NAMES: json.dumps(captured.outputs)})
+        torch.export.save(captured.program, folder / FILE, extra_files={NAMES: json.dumps(captured.outputs)})
 
     return write_checked(captured, path, format="pt2", write=write, load=load, int8=False, tolerance=tolerance)
 
