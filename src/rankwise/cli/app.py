@@ -23,8 +23,7 @@ from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
 
 COMMANDS = {
-    command.name: command
-    for command in (RUN, TRAIN, PRUNE, EVALUATE, SAMPLE, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
+    command.name: command for command in (RUN, TRAIN, PRUNE, EVALUATE, SAMPLE, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
 }
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""

@@ -48,7 +48,7 @@ def _of_transformers(folder: Path) -> nn.Module:
         raise CheckpointError(
             f"{folder / 'config.json'} must name a class of transformers in `architectures`, but names {name!r}."
         )
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: nn.Module = kind.from_pretrained(folder, local_files_only=True)
     except CheckpointError:

@@ -103,7 +103,7 @@ def _wrote(write: Callable[[Path], None], folder: Path, format: str) -> None:
 
 
 def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:
-    """The example, and a part of it in which every open size is another: one row of a batch where the program allows that."""
+    """The example, and a part of it in which every open size is another: a batch of one where the program allows it."""
     yield captured.inputs
     if not captured.ranges:
         return
