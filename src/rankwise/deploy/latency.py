@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, count
-from rankwise.core.plan import LeftOut, Plan, Site
-from rankwise.deploy.measure import time_together
+from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
+from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner
@@ -57,6 +57,7 @@ def meet_latency(
     if budget.latency_ms is None:
         raise BudgetError(f"`budget` must name `latency_ms`, but is {budget}. Example: Budget(latency_ms=20).")
     plan = plan or find_plan(model)
+    check_not_empty(plan)
     search = _Search(model, plan, dict(example_inputs), rank_multiple, repeats)
     goal, dense = budget.latency_ms, search.time(model)
     if goal >= dense:
@@ -92,6 +93,8 @@ class _Search:
     def __init__(self, model: nn.Module, plan: Plan, inputs: dict[str, Any], rank_multiple: int, repeats: int) -> None:
         self.model, self.plan, self.inputs = model, plan, inputs
         self.rank_multiple, self.repeats = rank_multiple, repeats
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
         self.rows = _rows(model, plan, inputs)
         self.known: dict[tuple[int, int, int, int], bool] = {}
 
@@ -118,14 +121,9 @@ class _Search:
 
     def time(self, model: nn.Module) -> float:
         """Milliseconds of one answer."""
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.inference_mode():
-                timing = time_together({"": lambda: model(**self.inputs)}, repeats=self.repeats)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with torch.inference_mode(), evaluating(model):
+            calls = {"": lambda: model(**self.inputs)}
+            timing = time_together(calls, repeats=self.repeats, device=self.device)
         return timing[""].median
 
     def _pruner(self, limit: int, plan: Plan) -> Pruner:
@@ -150,10 +148,10 @@ class _Search:
         key = (*site.shape, rank, rows)
         if key not in self.known:
             outputs, inputs = site.shape
-            whole, first, second = torch.rand(inputs, outputs), torch.rand(inputs, rank), torch.rand(rank, outputs)
-            x = torch.rand(rows, inputs)
+            shapes = ((rows, inputs), (inputs, outputs), (inputs, rank), (rank, outputs))
+            x, whole, first, second = (torch.rand(shape, dtype=self.dtype, device=self.device) for shape in shapes)
             calls = {"whole": lambda: x @ whole, "pair": lambda: x @ first @ second}
-            times = time_together(calls, repeats=3 * self.repeats)
+            times = time_together(calls, repeats=3 * self.repeats, device=self.device)
             self.known[key] = times["pair"].median > times["whole"].median
         return self.known[key]
 
@@ -172,7 +170,7 @@ def _rows(model: nn.Module, plan: Plan, inputs: dict[str, Any]) -> dict[str, int
 
         handles.append(model.get_submodule(site.name).register_forward_pre_hook(note))
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), evaluating(model):
             model(**inputs)
     finally:
         for handle in handles:

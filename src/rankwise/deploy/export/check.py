@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankwise.deploy.export.program import Captured, Inputs, evaluating, first_line, flatten, quiet
+from rankwise.deploy.export.program import Captured, Inputs, first_line, flatten, quiet
+from rankwise.deploy.measure import evaluating
 from rankwise.deploy.save import whole_folder
 from rankwise.errors import CheckpointError
 from rankwise.files import sync, write_json

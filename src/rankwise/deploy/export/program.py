@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.plain import plain
+from rankwise.deploy.measure import evaluating
 from rankwise.errors import CheckpointError
 from rankwise.models.sru import SRULanguageModel
 from rankwise.models.transformer_xl import TransformerXL
@@ -163,18 +164,6 @@ def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
             yield str(name), value
         elif isinstance(value, tuple | list):
             yield from ((f"{name}_{i}", part) for i, part in enumerate(value) if isinstance(part, Tensor))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextlib.contextmanager
