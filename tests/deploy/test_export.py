@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +24,6 @@ from rankwise.modules import LowRankHead, SelectedLinear, embedding, linear
 
 FORMATS = ["onnx", "openvino", "pt2"]
 PACKAGES = {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"], "pt2": []}
-ALL = "RANKWISE_EXPORT_ALL"
 
 
 def engine(format: str) -> Any:
@@ -246,26 +244,3 @@ def test_made_up_inputs_fit_our_models(build: Any) -> None:
     assert outputs(model, inputs)[0].shape == (2, 3, 20)
     with pytest.raises(ValueError, match="`batch` must be a whole number of at least 1, but is 0"):
         example_inputs(model, 0, 3)
-
-
-try:
-    from hf_families import FAMILIES, QUIET, compact
-except ImportError:
-    FAMILIES, QUIET = {}, []
-DEFAULT = {("mpnet", "flop-l0", "onnx"), ("bert-mlm", "np-l0", "pt2"), ("qwen2", "flop-l0", "openvino")}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("method", ["flop-l0", "np-l0"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_transformers(family: str, method: str, format: str, tmp_path: Path) -> None:
-    if (family, method, format) not in DEFAULT and not os.environ.get(ALL):
-        pytest.skip(f"a few of them are enough every day; set {ALL}=1 for all")
-    model = compact(family, method)
-    made = engine(format).export(model, example_inputs(model, 2, 6), tmp_path / "out")
-    assert made.difference < 1e-4
-    assert made.outputs[0] == "logits"
-    assert made.shapes["input_ids"] == ["n0", "n1"]
-
-
-test_families_of_transformers.pytestmark = [*test_families_of_transformers.pytestmark, *QUIET]  # type: ignore[attr-defined]
