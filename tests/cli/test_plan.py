@@ -249,3 +249,18 @@ def test_python_m_rankwise_is_the_command_line(stem: str) -> None:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert "The budget must be at least 112 parameters" in done.stderr
+
+
+def test_a_time_becomes_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fast.py"
+    file.write_text(
+        "from rankwise.models.sru import SRUConfig, SRULanguageModel\n"
+        "def build():\n"
+        "    return SRULanguageModel(SRUConfig(num_words=20, embedding_width=64, width=64, num_layers=1))\n"
+    )
+    assert run(["plan", f"{file}:build", "--latency-ms", "1e9"]) == 2
+    assert "`latency_ms` must be below what the dense model takes" in capsys.readouterr().err
+    assert run(["plan", f"{file}:build", "--latency-ms", "1e-9"]) == 2
+    assert "`latency_ms` must be at least" in capsys.readouterr().err
+    assert run(["plan", f"{file}:build", "--latency-ms", "5", "--removed", "0.5"]) == 2
+    assert "one budget at most, but got --removed and --latency-ms" in capsys.readouterr().err

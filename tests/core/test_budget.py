@@ -39,6 +39,8 @@ def test_each_unit_resolves_to_parameters() -> None:
         ({"removed": float("nan")}, r"`removed` must be a fraction in \(0, 1\), but is nan"),
         ({"params": 0}, "`params` must be positive and finite, but is 0"),
         ({"params": 10.5}, "`params` must be a whole number, but is 10.5"),
+        ({"latency_ms": 5, "removed": 0.5}, "exactly one of .* but got `removed` and `latency_ms`"),
+        ({"latency_ms": 0}, "`latency_ms` must be positive and finite, but is 0"),
         ({"megabytes": -1}, "`megabytes` must be positive and finite, but is -1"),
         ({"params": 5, "of": "prunable"}, '`of="prunable"` goes with `removed`'),
         ({"removed": 0.5, "of": "layers"}, "`of` must be .* but is 'layers'"),

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from rankwise.cli.command import UsageError
 from rankwise.cli.compress import COMPRESS
+from rankwise.cli.export import EXPORT
 from rankwise.cli.options import HELP, help_of, parse
 from rankwise.cli.plan import PLAN
 from rankwise.cli.presets import PRESETS
@@ -23,7 +24,8 @@ from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
 
 COMMANDS = {
-    command.name: command for command in (RUN, TRAIN, PRUNE, EVALUATE, SAMPLE, SWEEP, REPORT, PRESETS, PLAN, COMPRESS)
+    command.name: command
+    for command in (RUN, TRAIN, PRUNE, COMPRESS, EVALUATE, SAMPLE, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
 }
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""

@@ -63,6 +63,7 @@ def add_arguments(parser: Parser) -> None:
     add("--of", type=one_of("model", "prunable"), metavar="WHAT", help="--removed is of the model or prunable")
     add("--params", type=whole_number, metavar="N", help="budget: parameters of the exported model")
     add("--megabytes", type=number, metavar="N", help="budget: 10^6 bytes of saved tensors")
+    add("--latency-ms", type=number, metavar="N", help="budget: milliseconds for 1 x 128 tokens, timed on this machine")
     add(
         "--method", default="flop-l0", metavar="NAME", help="dense, fac, np-l0, agp, flop-agp, flop-l0 (default) or svd"
     )
@@ -74,23 +75,43 @@ def add_arguments(parser: Parser) -> None:
 def plan(options: Options) -> None:
     from rankwise.cli.models import build
 
-    budget = _budget(options.removed, options.of, options.params, options.megabytes)
+    budget = _budget(options.of, options.removed, options.params, options.megabytes, options.latency_ms)
     chosen = _method(options.method)
     model = build(options.model)
-    outlook = look_ahead(options.model, model, chosen, budget, options.include, options.exclude or [])
+    include, exclude = options.include, options.exclude or []
+    if budget is not None and budget.latency_ms is not None:
+        budget, exclude = _fast_enough(model, budget, include, exclude)
+    outlook = look_ahead(options.model, model, chosen, budget, include, exclude)
     if options.json:
         print(json.dumps(dataclasses.asdict(outlook), indent=2))
     else:
         show(outlook)
 
 
-def _budget(removed: float | None, of: str | None, params: int | None, megabytes: float | None) -> Budget | None:
+def _fast_enough(
+    model: nn.Module, budget: Budget, include: list[str] | None, exclude: list[str]
+) -> tuple[Budget, list[str]]:
+    """The size that meets a time, and what is left out besides."""
+    from rankwise.adapters.generic import find_plan
+    from rankwise.deploy.inputs import example_inputs
+    from rankwise.deploy.latency import SLOWER, meet_latency
+
+    found = meet_latency(model, budget, example_inputs(model, 1, 128), plan=find_plan(model, include, exclude))
+    slower = [item.name for item in found.plan.left_out if item.reason == SLOWER]
+    return found.budget, [*exclude, *slower]
+
+
+def _budget(
+    of: str | None, removed: float | None, params: int | None, megabytes: float | None, latency_ms: float | None
+) -> Budget | None:
     from rankwise.core.budget import Budget
 
-    sizes = {"removed": removed, "params": params, "megabytes": megabytes}
+    sizes = {"removed": removed, "params": params, "megabytes": megabytes, "latency_ms": latency_ms}
     given = {name: value for name, value in sizes.items() if value is not None}
     if len(given) > 1:
-        raise RankwiseError(f"A plan takes one budget at most, but got {' and '.join('--' + name for name in given)}.")
+        raise RankwiseError(
+            f"A plan takes one budget at most, but got {' and '.join('--' + name.replace('_', '-') for name in given)}."
+        )
     if of is not None and "removed" not in given:
         raise RankwiseError(
             f"`--of {of}` must go with `--removed`, but stands alone. Add `--removed 0.8`, or leave it out."
@@ -200,7 +221,7 @@ def _totals(outlook: Outlook) -> list[list[str]]:
 
 PLAN = Command(
     name="plan",
-    usage="MODEL [--removed FRACTION | --params N | --megabytes N] [--method NAME] ...",
+    usage="MODEL [--removed FRACTION | --params N | --megabytes N | --latency-ms N] [--method NAME] ...",
     about="Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.",
     details="""\
 Nothing is trained or changed. A name matches itself and as the last part of a longer one.

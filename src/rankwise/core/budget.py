@@ -80,9 +80,18 @@ class Account:
         return self.fixed + sum(curve(k) for curve, k in zip(self.curves, counts, strict=True))
 
 
+GOALS = ("params", "removed", "megabytes", "latency_ms")
+"""What a budget may name."""
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The size asked for: exactly one of `params`, `removed` and `megabytes`."""
+    """The size asked for: exactly one of `params`, `removed`, `megabytes` and `latency_ms`."""
 
     params: int | None = None
     """Parameters of the exported model."""
@@ -94,14 +103,15 @@ class Budget:
     """10^6 bytes of saved tensors in the export dtype."""
     dtype: torch.dtype | None = None
     """With `megabytes`: the export dtype, to which `compact()` casts. Default: the model's own."""
+    latency_ms: float | None = None
+    """Milliseconds of one answer on this machine. `rankwise.deploy.latency.meet_latency` finds the size for it."""
 
     def __post_init__(self) -> None:
-        given = {n: v for n in ("params", "removed", "megabytes") if (v := getattr(self, n)) is not None}
+        given = {n: v for n in GOALS if (v := getattr(self, n)) is not None}
         if len(given) != 1:
             said = " and ".join(f"`{name}`" for name in given) or "none"
             raise BudgetError(
-                f"A budget takes exactly one of `params`, `removed` and `megabytes`, but got {said}. "
-                "Example: Budget(removed=0.8)."
+                f"A budget takes exactly one of {_listed(GOALS)}, but got {said}. Example: Budget(removed=0.8)."
             )
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -128,6 +138,11 @@ class Budget:
 
     def resolve(self, account: Account) -> int:
         """The number of parameters the exported model may have; refuses what cannot be reached."""
+        if self.latency_ms is not None:
+            raise BudgetError(
+                f"A budget must be a size here, but is `latency_ms` ({self.latency_ms:g}), which depends on inputs and "
+                "machine. Find the size first: rankwise.deploy.latency.meet_latency(model, budget, example_inputs)."
+            )
         if self.removed is not None:
             whole = account.dense if self.of == "model" else account.prunable
             # as a decimal: 1 - 0.8 in floating point would lose a parameter now and then

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,15 @@ def time_together(
 def _timing(times: list[float]) -> Timing:
     low, _, _, high = statistics.quantiles(times, n=5, method="inclusive")
     return Timing(median=statistics.median(times), p20=low, p80=high, repeats=len(times))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

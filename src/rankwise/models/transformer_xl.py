@@ -239,7 +239,7 @@ class TransformerXL(nn.Module):
             h_BSD = h_BTD if memory is None else torch.cat([memory[i].detach(), h_BTD], dim=1)
             # the segment alone where it is long enough, so that a view of it does not keep the old memory alive
             kept = h_BTD if h_BTD.shape[1] >= self.config.memory_length else h_BSD
-            new_memory.append(kept.detach()[:, max(kept.shape[1] - self.config.memory_length, 0) :])
+            new_memory.append(_last(kept.detach(), self.config.memory_length))
             h_BTD = layer(h_BTD, h_BSD, positions)
         return linear.call(self.head, self.dropout(h_BTD)), tuple(new_memory)
 
@@ -277,6 +277,11 @@ class TransformerXL(nn.Module):
                 f"{self.config.width}), but holds {shapes} instead. Give what the segment before returned, or None."
             )
         return length
+
+
+def _last(h_BSD: Tensor, length: int) -> Tensor:
+    """The last positions, all of them where there are fewer."""
+    return h_BSD[:, -length:] if length else h_BSD[:, :0]
 
 
 def sinusoid(distance_L: Tensor, width: int) -> Tensor:

@@ -1,0 +1,210 @@
+"""An exported model is kept only if it gives what the model gives."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rankwise.deploy.export.program import Captured, Inputs, first_line, flatten, quiet
+from rankwise.deploy.measure import evaluating
+from rankwise.deploy.save import whole_folder
+from rankwise.errors import CheckpointError
+from rankwise.files import sync, write_json
+from rankwise.version import VERSION
+
+SUMMARY = "export.json"
+TOLERANCE, INT8_TOLERANCE = 1e-4, 0.1
+"""Largest relative difference of outputs that is accepted, of float32 and of 8-bit weights."""
+
+
+class Runner(Protocol):
+    """A loaded model: called with the model's inputs by name, it gives its outputs by name."""
+
+    def __call__(self, **inputs: Any) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    format: str
+    int8: bool
+    bytes: int
+    """Of all files but the summary."""
+    difference: float
+    """Largest difference to the model's outputs, over the largest of them: the worst output of the worst input."""
+    checked: list[dict[str, list[int]]]
+    """Shapes of the inputs that were compared."""
+    shapes: dict[str, list[int | str]]
+    """Of inputs: a number where the size is fixed, else a letter that stands for any."""
+    outputs: list[str]
+
+
+def write_checked(
+    captured: Captured,
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    write: Callable[[Path], None],
+    load: Callable[[Path], Runner],
+    int8: bool,
+    tolerance: float | None,
+) -> Exported:
+    """Write a new folder; it gets its name once what is in it has been loaded and compared with the model."""
+    allowed = tolerance if tolerance is not None else INT8_TOLERANCE if int8 else TOLERANCE
+    target = Path(path).resolve()
+    if target.exists():
+        raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
+    compared = list(cases(captured))
+    expected = [reference_outputs(captured, case) for case in compared]
+    with whole_folder(target) as unfinished:
+        _wrote(write, unfinished, format)
+        files = sorted(unfinished.iterdir())
+        difference = largest_difference(load(unfinished), compared, expected, format)
+        if not difference <= allowed:
+            raise CheckpointError(
+                f"The exported model must give the outputs of the model within {allowed:g}, but they differ by "
+                f"{difference:.2g} of the largest in {format}{' with int8' if int8 else ''}. Nothing was written. "
+                + ("Export without int8, or allow more." if int8 else "Choose another format.")
+            )
+        made = Exported(
+            folder=target,
+            format=format,
+            int8=int8,
+            bytes=sum(file.stat().st_size for file in files),
+            difference=difference,
+            checked=[{name: list(tensor.shape) for name, tensor in case.items()} for case in compared],
+            shapes=captured.shapes,
+            outputs=captured.outputs,
+        )
+        write_json(unfinished / SUMMARY, {**asdict(made), "folder": target.name, "rankwise": VERSION})
+        for file in files:
+            sync(file)
+    return made
+
+
+def _wrote(write: Callable[[Path], None], folder: Path, format: str) -> None:
+    try:
+        with quiet():
+            write(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The model must be one that can be written as {format}, but its tools say: {first_line(error)}"
+        ) from error
+
+
+def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:
+    """The example, and a part of it in which every open size is another: a batch of one where the program allows it."""
+    yield captured.inputs
+    if not captured.ranges:
+        return
+    sizes = {
+        letter: tensor.shape[i]
+        for name, tensor in captured.inputs.items()
+        for i, letter in enumerate(captured.shapes[name])
+        if isinstance(letter, str)
+    }
+    batch = next(iter(sizes))
+    for one in (1, 2):
+        smaller = {letter: one if size == sizes[batch] else math.ceil(size / 2) for letter, size in sizes.items()}
+        smaller = {letter: max(size, captured.ranges[letter][0]) for letter, size in smaller.items()}
+        part = {name: _part(tensor, captured.shapes[name], smaller) for name, tensor in captured.inputs.items()}
+        if _accepts(captured, part):
+            yield part
+            return
+
+
+def _accepts(captured: Captured, inputs: dict[str, Tensor]) -> bool:
+    """Whether the program holds for these sizes: of some models it does not for a batch of 1."""
+    try:
+        with torch.no_grad(), quiet():
+            captured.program.module()(inputs)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+def _part(tensor: Tensor, shape: list[int | str], sizes: dict[str, int]) -> Tensor:
+    for i, size in enumerate(shape):
+        # a size that follows from others is left to them
+        if isinstance(size, str) and size in sizes:
+            tensor = tensor.narrow(i, 0, sizes[size])
+    return tensor.contiguous()
+
+
+def reference_outputs(captured: Captured, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the model itself gives."""
+    with torch.no_grad(), evaluating(captured.reference):
+        return dict(zip(captured.outputs, captured.reference(inputs), strict=True))
+
+
+def largest_difference(
+    run: Runner, compared: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], format: str
+) -> float:
+    """Over all outputs for all inputs."""
+    worst = 0.0
+    for inputs, outputs in zip(compared, expected, strict=True):
+        try:
+            found = run(**inputs)
+        except Exception as error:
+            shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
+            raise CheckpointError(
+                f"The exported model must run in {format}, but on inputs of {shapes} it says: {first_line(error)}"
+            ) from error
+        worst = max(worst, *(difference(found[name], tensor) for name, tensor in outputs.items()))
+    return worst
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value; infinite where shapes differ or numbers are NaN."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    gap = (found.double() - expected.double()).abs().max()
+    largest = expected.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    value = float(gap / largest)
+    return value if math.isfinite(value) else math.inf
+
+
+def check_folder(folder: str | os.PathLike[str], format: str, file: str) -> Path:
+    """The file of an exported model; refuses a folder that holds none."""
+    path = Path(folder) / file
+    if not path.is_file():
+        raise CheckpointError(
+            f"A model exported to {format} must hold {file}, but {folder} does not. "
+            f"Give a folder that `rankwise export --to {format}` wrote."
+        )
+    return path
+
+
+def imported(name: str, *, package: str | None = None) -> Any:
+    """A package of an engine, or one line that names what is missing."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CheckpointError(
+            f"This export needs the package {package or name}, but it is not installed ({error}). "
+            'Install it: pip install "rankwise[export]".'
+        ) from error
+
+
+def as_flat_numpy(inputs: Inputs, wanted: list[str]) -> dict[str, Any]:
+    """Inputs as engines take them. What the program does not read it does not name."""
+    flat = flatten(inputs)
+    missing = [name for name in wanted if name not in flat]
+    if missing:
+        raise TypeError(f"The exported model needs {', '.join(missing)}, but got {', '.join(flat) or 'nothing'}.")
+    return {name: flat[name].detach().contiguous().numpy() for name in wanted}

@@ -1,0 +1,112 @@
+"""ONNX, by torch's exporter on top of `torch.export`; runs in ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
+from rankwise.deploy.export.program import Captured, Inputs, capture, first_line, quiet
+from rankwise.errors import CheckpointError
+
+FILE = "model.onnx"
+
+
+def export(
+    model: nn.Module,
+    example_inputs: Inputs,
+    path: str | os.PathLike[str],
+    *,
+    int8: bool = False,
+    tolerance: float | None = None,
+) -> Exported:
+    """Write `path`/model.onnx. With `int8`, matrices have 8 bits and inputs of products get 8 as they come."""
+    imported("onnx")
+    imported("onnxscript")
+    imported("onnxruntime")
+    captured = capture(model, example_inputs)
+    made = _convert(captured)
+
+    def write(folder: Path) -> None:
+        made.save(folder / FILE, external_data=_is_large(model))
+        if int8:
+            _quantize(folder)
+
+    return write_checked(captured, path, format="onnx", write=write, load=load, int8=int8, tolerance=tolerance)
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
+    """An exported folder in ONNX Runtime on the CPU."""
+    runtime = imported("onnxruntime")
+    file = check_folder(path, "onnx", FILE)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    try:
+        session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise CheckpointError(f"{file} must run in ONNX Runtime, but it says: {first_line(error)}") from error
+    inputs = [value.name for value in session.get_inputs()]
+    outputs = [value.name for value in session.get_outputs()]
+
+    def run(**given: Any) -> dict[str, Tensor]:
+        found = session.run(None, as_flat_numpy(given, inputs))
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+
+    return run
+
+
+def _convert(captured: Captured) -> Any:
+    _loosen(captured.program)
+    with quiet():
+        try:
+            return torch.onnx.export(
+                captured.program,
+                (captured.inputs,),
+                dynamo=True,
+                verbose=False,
+                input_names=list(captured.inputs),
+                output_names=captured.outputs,
+            )
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise CheckpointError(
+                f"The model must be one that ONNX can say, but its exporter says: {first_line(cause)}"
+            ) from error
+
+
+def _loosen(program: torch.export.ExportedProgram) -> None:
+    """Let views hold however their tensors lie in memory: the exporter takes attention apart into products whose
+    results lie otherwise. A graph of ONNX knows no such thing, so that nothing is copied there.
+    """
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.target in views:
+            source = node.args[0]
+            with program.graph.inserting_before(node):
+                lain_out = program.graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+            lain_out.meta.update(source.meta)
+            node.args = (lain_out, *node.args[1:])
+
+
+def _is_large(model: nn.Module) -> bool:
+    """A file of ONNX holds two gigabytes at most; the rest goes beside it."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) > 1.5e9
+
+
+def _quantize(folder: Path) -> None:
+    quantization = imported("onnxruntime.quantization", package="onnxruntime")
+    onnx = imported("onnx")
+    dense = folder / f"dense-{FILE}"
+    graph = onnx.load(folder / FILE)
+    # shapes that the exporter noted of matrices it then turned around stop the quantizer, which infers them anew
+    del graph.graph.value_info[:]
+    onnx.save(graph, dense)
+    quantization.quantize_dynamic(dense, folder / FILE, weight_type=quantization.QuantType.QInt8, per_channel=True)
+    dense.unlink()

@@ -1,0 +1,73 @@
+"""OpenVINO, straight from `torch.export`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
+from rankwise.deploy.export.program import Captured, Inputs, capture, first_line, quiet
+from rankwise.errors import CheckpointError
+
+FILE = "model.xml"
+PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+"""Without the hint OpenVINO computes in bfloat16 wherever the processor can."""
+
+
+def export(
+    model: nn.Module,
+    example_inputs: Inputs,
+    path: str | os.PathLike[str],
+    *,
+    int8: bool = False,
+    tolerance: float | None = None,
+) -> Exported:
+    """Write `path`/model.xml and model.bin. With `int8`, matrices have 8 bits (by NNCF)."""
+    openvino = imported("openvino")
+    nncf = imported("nncf") if int8 else None
+    captured = capture(model, example_inputs)
+    made = _convert(openvino, captured)
+    if nncf is not None:
+        with quiet():
+            made = nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
+
+    def write(folder: Path) -> None:
+        openvino.save_model(made, folder / FILE, compress_to_fp16=False)
+
+    return write_checked(captured, path, format="openvino", write=write, load=load, int8=int8, tolerance=tolerance)
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
+    """An exported folder in OpenVINO on the CPU, in float32."""
+    openvino = imported("openvino")
+    file = check_folder(path, "openvino", FILE)
+    settings = {**PRECISE, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
+    try:
+        compiled = openvino.compile_model(file, "CPU", settings)
+    except Exception as error:
+        raise CheckpointError(f"{file} must run in OpenVINO, but it says: {first_line(error)}") from error
+    inputs = [port.any_name for port in compiled.inputs]
+
+    def run(**given: Any) -> dict[str, Tensor]:
+        found = compiled(as_flat_numpy(given, inputs))
+        return {port.any_name: torch.from_numpy(found[port].copy()) for port in compiled.outputs}
+
+    return run
+
+
+def _convert(openvino: Any, captured: Captured) -> Any:
+    with quiet():
+        try:
+            made = openvino.convert_model(captured.program)
+        except Exception as error:
+            raise CheckpointError(
+                f"The model must be one that OpenVINO can say, but its converter says: {first_line(error)}"
+            ) from error
+    for ports, names in ((made.inputs, captured.inputs), (made.outputs, captured.outputs)):
+        for port, name in zip(ports, names, strict=True):
+            port.tensor.set_names({name})
+    return made

@@ -1,0 +1,133 @@
+"""A model in the form that engines can run: the same function, without what their graphs cannot say.
+
+Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, D = width, T = steps, N = inputs of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rankwise.core.layers import GatedLayer
+from rankwise.core.surgery import become
+from rankwise.errors import CheckpointError
+from rankwise.kernels.sru import reference
+from rankwise.models.adaptive import AdaptiveEmbedding
+from rankwise.models.sru import SRULayer
+from rankwise.modules import LowRankHead, SelectedLinear
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A copy of `model` in evaluation mode that shares its weights, its layers exchanged where engines need it."""
+    _check(model)
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    made: nn.Module = copy.deepcopy(model, memo).eval()
+    for module in list(made.modules()):
+        instead = _instead(module)
+        if instead is not None:
+            become(module, instead.eval())
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            # what one call leaves for the next is no tensor
+            module.config.use_cache = False  # type: ignore[union-attr]
+    return made.eval()
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, GatedLayer):
+            raise CheckpointError(
+                f"An exported model must be compact, but {name or 'the model'} is gated. "
+                "Export what `pruner.compact()` returns."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+            raise CheckpointError(
+                f"An exported model must be float32 on the CPU, but {name} is {tensor.dtype} on {tensor.device}. "
+                "Call `model.float().cpu()` first."
+            )
+
+
+def _instead(module: nn.Module) -> nn.Module | None:
+    """The module to take the place of one that engines cannot run, or run badly."""
+    if isinstance(module, SelectedLinear):
+        return _without_inputs(module.weight, module.bias) or IndexedLinear(module)
+    if isinstance(module, LowRankHead):
+        return _without_inputs(module.embedding.weight, module.bias)
+    if isinstance(module, nn.Sequential) and len(module) == 2 and isinstance(module[1], nn.Linear):
+        words = isinstance(module[0], nn.Embedding)
+        return _without_inputs(module[1].weight, module[1].bias, for_words=words)
+    if isinstance(module, AdaptiveEmbedding):
+        return MaskedClusters(module)
+    if type(module) is SRULayer:
+        return UnrolledSRULayer.of(module)
+    return None
+
+
+def _without_inputs(weight_OK: Tensor, bias: Tensor | None, *, for_words: bool = False) -> nn.Module | None:
+    """For a layer of rank 0: engines do not know products over nothing."""
+    if weight_OK.shape[1]:
+        return None
+    value = weight_OK.new_zeros(weight_OK.shape[0]) if bias is None else bias.detach()
+    return Constant(value, for_words=for_words)
+
+
+class Constant(nn.Module):
+    """A layer that gives the same vector for every input."""
+
+    value_O: Tensor
+
+    def __init__(self, value_O: Tensor, *, for_words: bool) -> None:
+        super().__init__()
+        self.for_words = for_words
+        self.register_buffer("value_O", value_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape if self.for_words else x.shape[:-1]
+        return self.value_O.expand(*shape, len(self.value_O))
+
+
+class IndexedLinear(nn.Module):
+    """`SelectedLinear` with the places of its inputs in place of the mask."""
+
+    index_K: Tensor
+
+    def __init__(self, layer: SelectedLinear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.register_buffer("index_K", layer.kept.nonzero().flatten())
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return F.linear(x_BI.index_select(-1, self.index_K), self.weight, self.bias)
+
+
+class MaskedClusters(nn.Module):
+    """`AdaptiveEmbedding` without sorting: every cluster looks up every word, and those not its own count nothing."""
+
+    def __init__(self, embedding: AdaptiveEmbedding) -> None:
+        super().__init__()
+        self.clusters, self.config = embedding.clusters, embedding.config
+
+    def forward(self, words_B: Tensor) -> Tensor:
+        total: Tensor | float = 0.0
+        for cluster, start, size in zip(self.clusters, self.config.starts, self.config.sizes, strict=True):
+            within_B = words_B - start
+            mine_B1 = ((within_B >= 0) & (within_B < size)).unsqueeze(-1)
+            total = total + torch.where(mine_B1, cluster(within_B.clamp(0, size - 1)), 0.0)
+        assert isinstance(total, Tensor)
+        return total * self.config.scale
+
+
+class UnrolledSRULayer(SRULayer):
+    """An SRU layer by the plain recurrence: a graph of it has as many steps as the example."""
+
+    @classmethod
+    def of(cls, layer: SRULayer) -> UnrolledSRULayer:
+        made = cls.__new__(cls)
+        made.__dict__ = dict(layer.__dict__)
+        return made
+
+    def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return reference.sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))

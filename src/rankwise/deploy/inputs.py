@@ -1,0 +1,54 @@
+"""Inputs for a model, made up: to export and time it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.errors import CheckpointError
+from rankwise.models.sru import SRULanguageModel
+from rankwise.models.transformer_xl import TransformerXL
+
+
+def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
+    """Random tokens, and a state or a mask where the model takes one, by the names of its arguments.
+
+    For our language models and those of transformers that read tokens.
+    """
+    for name, value in (("batch", batch), ("length", length)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(num_words: int) -> torch.Tensor:
+        return torch.randint(0, num_words, (batch, length), generator=generator)
+
+    if isinstance(model, SRULanguageModel):
+        state = torch.zeros(model.config.num_layers, batch, model.config.width)
+        return {"tokens_BT": tokens(model.config.num_words), "state_LBD": state}
+    if isinstance(model, TransformerXL):
+        config = model.config
+        memory = torch.randn(config.num_layers, batch, config.memory_length, config.width, generator=generator)
+        inputs: dict[str, Any] = {"tokens_BT": tokens(config.num_words)}
+        return inputs | ({"memory": tuple(memory)} if config.memory_length else {})
+    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "config")):
+        raise CheckpointError(
+            f"Inputs can be made up for language models of rankwise and of transformers, but not for a "
+            f"{type(model).__name__}. Give your own."
+        )
+    return _of_transformers(model.config, tokens, length)
+
+
+def _of_transformers(config: Any, tokens: Any, length: int) -> dict[str, Any]:
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    # some families keep the first positions for themselves
+    if most is not None and length > most - 2:
+        raise CheckpointError(f"`length` must be at most {most - 2} for this model, but is {length} instead.")
+    ids = tokens(text.vocab_size)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens(text.vocab_size)
+    return inputs

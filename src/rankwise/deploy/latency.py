@@ -1,0 +1,178 @@
+"""A size for a time: `Budget(latency_ms=...)` as a number of parameters, measured on this machine.
+
+The time of a compact model is not known from its size: at high ranks two thin products can take longer than the one
+they replace. So models are built and timed. What is found holds for this machine, for PyTorch as it is set up, for
+inputs of the example's shapes, and for uniform ranks; a run that shares the same parameters out otherwise comes close.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.adapters.generic import find_plan
+from rankwise.core.budget import Budget, count
+from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
+from rankwise.deploy.measure import evaluating, time_together
+from rankwise.errors import BudgetError
+from rankwise.methods import make_method
+from rankwise.pruner import Pruner
+
+ROUNDS = 7
+"""Models that are built and timed: each halves what is not known of the size."""
+SLOWER = "slower as a low-rank pair on this machine"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest model that was fast enough."""
+
+    budget: Budget
+    """In parameters: what `Pruner` and `compress` take."""
+    plan: Plan
+    """Without the layers that are left dense, because a pair would be slower."""
+    milliseconds: float
+    """Median time of the model that was built."""
+    dense_milliseconds: float
+
+
+def meet_latency(
+    model: nn.Module,
+    budget: Budget,
+    example_inputs: Mapping[str, Any],
+    *,
+    plan: Plan | None = None,
+    rank_multiple: int = 16,
+    repeats: int = 7,
+) -> Found:
+    """The largest size, in steps, at which `model` answers `example_inputs` within `budget.latency_ms`.
+
+    Refuses a goal that the dense model meets already, and one that is out of reach even at the lowest ranks.
+    """
+    if budget.latency_ms is None:
+        raise BudgetError(f"`budget` must name `latency_ms`, but is {budget}. Example: Budget(latency_ms=20).")
+    plan = plan or find_plan(model)
+    check_not_empty(plan)
+    search = _Search(model, plan, dict(example_inputs), rank_multiple, repeats)
+    goal, dense = budget.latency_ms, search.time(model)
+    if goal >= dense:
+        raise BudgetError(
+            f"`latency_ms` must be below what the dense model takes, {dense:.3g} ms here, but is {goal:g} instead. "
+            "It is met already."
+        )
+    low, high = search.smallest(), count(model)
+    best = search.trial(low)
+    if best.milliseconds > goal:
+        raise BudgetError(
+            f"`latency_ms` must be at least {best.milliseconds:.3g} here (rank {rank_multiple} in every planned "
+            f"matrix; dense {dense:.3g}), but is {goal:g} instead. Ask for that, or add modules to the plan."
+        )
+    for _ in range(ROUNDS):
+        middle = (low + high) // 2
+        tried = search.trial(middle)
+        if tried.milliseconds <= goal:
+            low, best = middle, tried
+        else:
+            high = middle
+    return Found(best.budget, best.plan, best.milliseconds, dense)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    budget: Budget
+    plan: Plan
+    milliseconds: float
+
+
+class _Search:
+    def __init__(self, model: nn.Module, plan: Plan, inputs: dict[str, Any], rank_multiple: int, repeats: int) -> None:
+        self.model, self.plan, self.inputs = model, plan, inputs
+        self.rank_multiple, self.repeats = rank_multiple, repeats
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.rows = _rows(model, plan, inputs)
+        self.known: dict[tuple[int, int, int, int], bool] = {}
+
+    def smallest(self) -> int:
+        """Parameters with one step of rank in every matrix."""
+        method = make_method("fac")
+        curves = [method.curve(site, trained=False) for site in self.plan.sites]
+        fixed = count(self.model) - self.plan.params
+        return fixed + sum(curve(min(self.rank_multiple, curve.num_components)) for curve in curves)
+
+    def trial(self, limit: int) -> _Trial:
+        """Build and time a model of `limit` parameters, layers dense that are faster so."""
+        pruner = self._pruner(limit, self.plan)
+        slow = {name for name, rank in pruner.ranks().items() if self._is_slower(self._site(name), rank)}
+        kept = [site for site in self.plan.sites if site.name not in slow]
+        plan = self.plan
+        if slow and kept:
+            left = [LeftOut(site.name, site.params, SLOWER) for site in self.plan.sites if site.name in slow]
+            narrowed = self.plan.only(kept, left)
+            # where the others cannot make up for what stays dense, all are pruned
+            if limit > count(self.model) - narrowed.params:
+                plan, pruner = narrowed, self._pruner(limit, narrowed)
+        return _Trial(Budget(params=limit), plan, self.time(pruner.compact()))
+
+    def time(self, model: nn.Module) -> float:
+        """Milliseconds of one answer."""
+        with torch.inference_mode(), evaluating(model):
+            calls = {"": lambda: model(**self.inputs)}
+            timing = time_together(calls, repeats=self.repeats, device=self.device)
+        return timing[""].median
+
+    def _pruner(self, limit: int, plan: Plan) -> Pruner:
+        # random factors: how fast a model is does not depend on what it says
+        return Pruner(
+            copy.deepcopy(self.model),
+            Budget(params=limit),
+            "fac",
+            plan,
+            init="random",
+            rank_multiple=self.rank_multiple,
+        )
+
+    def _site(self, name: str) -> Site:
+        return next(site for site in self.plan.sites if site.name == name)
+
+    def _is_slower(self, site: Site, rank: int) -> bool:
+        """Whether the layer is slower as a pair of this rank than as one matrix."""
+        rows = self.rows.get(site.name)
+        if rows is None or site.pair_rank is not None:
+            return False
+        key = (*site.shape, rank, rows)
+        if key not in self.known:
+            outputs, inputs = site.shape
+            shapes = ((rows, inputs), (inputs, outputs), (inputs, rank), (rank, outputs))
+            x, whole, first, second = (torch.rand(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+            calls = {"whole": lambda: x @ whole, "pair": lambda: x @ first @ second}
+            times = time_together(calls, repeats=3 * self.repeats, device=self.device)
+            self.known[key] = times["pair"].median > times["whole"].median
+        return self.known[key]
+
+
+def _rows(model: nn.Module, plan: Plan, inputs: dict[str, Any]) -> dict[str, int]:
+    """How many vectors each linear layer gets; embeddings, which only look up, get none."""
+    rows: dict[str, int] = {}
+    handles = []
+    for site in plan.sites:
+        if site.has_embedding:
+            continue
+
+        def note(module: nn.Module, given: tuple[Any, ...], name: str = site.name, width: int = site.shape[1]) -> None:
+            if given and isinstance(given[0], Tensor):
+                rows[name] = given[0].numel() // width
+
+        handles.append(model.get_submodule(site.name).register_forward_pre_hook(note))
+    try:
+        with torch.inference_mode(), evaluating(model):
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows

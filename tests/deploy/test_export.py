@@ -1,0 +1,246 @@
+"""Exported models: what an engine gives is what the model gives, or nothing is written."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Spec, batch
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.deploy.export.check import difference
+from rankwise.deploy.export.plain import plain
+from rankwise.deploy.export.program import flatten
+from rankwise.deploy.inputs import example_inputs
+from rankwise.models.adaptive import Clusters
+from rankwise.models.sru import SRUConfig, SRULanguageModel
+from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.modules import LowRankHead, SelectedLinear, embedding, linear
+
+FORMATS = ["onnx", "openvino", "pt2"]
+PACKAGES = {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"], "pt2": []}
+
+
+def engine(format: str) -> Any:
+    for package in PACKAGES[format]:
+        pytest.importorskip(package)
+    return import_module(f"rankwise.deploy.export.{format}")
+
+
+def tied_and_low_rank() -> nn.Module:
+    """A compact model with a tied low-rank head."""
+    torch.manual_seed(0)
+    return rw.compress(Spec(width=8, back="bias-tied", parts=("linear", "nested")).build(), rw.Budget(removed=0.4))
+
+
+def sru() -> SRULanguageModel:
+    torch.manual_seed(0)
+    return SRULanguageModel(SRUConfig(num_words=20, embedding_width=8, width=12, num_layers=2, rank=4, layer_norm=True))
+
+
+def adaptive() -> SRULanguageModel:
+    torch.manual_seed(0)
+    clusters = Clusters(widths=(6, 3), cutoffs=(5,), scale=2.0)
+    config = SRUConfig(num_words=20, embedding_width=12, width=12, num_layers=1, clusters=clusters)
+    return SRULanguageModel(config)
+
+
+def transformer_xl() -> TransformerXL:
+    torch.manual_seed(0)
+    config = TransformerXLConfig(num_words=20, width=8, num_heads=2, head_width=4, inner=12, num_layers=2)
+    return TransformerXL(config)
+
+
+def outputs(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Every tensor that a model gives, in order."""
+    with torch.no_grad():
+        found = model.eval()(**inputs)
+    found = (found,) if isinstance(found, Tensor) else tuple(found.values()) if isinstance(found, dict) else found
+    return [tensor for part in found for tensor in ([part] if isinstance(part, Tensor) else part)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_exported_model_gives_the_same_for_other_batches_and_lengths(format: str, tmp_path: Path) -> None:
+    model = tied_and_low_rank()
+    assert any(isinstance(module, LowRankHead) for module in model.modules())
+    made = engine(format).export(model, {"tokens": batch(Spec(), 3, 6)}, tmp_path / "out")
+    run = engine(format).load(tmp_path / "out")
+    for size, length in ((1, 9), (5, 2)):
+        tokens = batch(Spec(), size, length, seed=size)
+        (expected,) = outputs(model, {"tokens": tokens})
+        torch.testing.assert_close(run(tokens=tokens)["output"], expected, rtol=1e-5, atol=1e-5)
+    assert made.difference < 1e-5
+    assert made.bytes == sum(f.stat().st_size for f in (tmp_path / "out").iterdir() if f.name != "export.json")
+    assert {tuple(case["tokens"]) for case in made.checked} == {(3, 6), (1, 3)}
+
+
+@pytest.mark.parametrize("format, build", [("onnx", sru), ("openvino", transformer_xl)])
+def test_a_state_goes_in_and_comes_out(format: str, build: Any, tmp_path: Path) -> None:
+    model = build()
+    if isinstance(model, TransformerXL):
+        inputs: dict[str, Any] = {"tokens_BT": torch.randint(0, 20, (3, 5)), "memory": tuple(torch.randn(2, 3, 6, 8))}
+    else:
+        inputs = {"tokens_BT": torch.randint(0, 20, (3, 4)), "state_LBD": torch.randn(2, 3, 12)}
+    engine(format).export(model, inputs, tmp_path / "out")
+    run = engine(format).load(tmp_path / "out")
+    other = {name: v + 1 if name == "tokens_BT" else v for name, v in inputs.items()}
+    other["tokens_BT"] %= 20
+    found = run(**other)
+    names = ["logits", "new_state"] if "state_LBD" in inputs else ["logits", "new_memory_0", "new_memory_1"]
+    assert list(found) == names
+    for one, expected in zip(found.values(), outputs(model, other), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+
+
+def rank_zero() -> nn.Module:
+    table = nn.Sequential(
+        embedding(nn.Parameter(torch.empty(20, 0)), None), linear(nn.Parameter(torch.empty(6, 0)), None)
+    )
+    pair = nn.Sequential(
+        linear(nn.Parameter(torch.empty(0, 6)), None),
+        linear(nn.Parameter(torch.empty(7, 0)), nn.Parameter(torch.randn(7))),
+    )
+    kept = torch.zeros(7, dtype=torch.bool)
+    none = SelectedLinear(nn.Parameter(torch.empty(6, 0)), kept, nn.Parameter(torch.randn(6)))
+    return nn.Sequential(table, pair, none, LowRankHead(table[0], table[1], nn.Parameter(torch.randn(20))))
+
+
+def selected() -> nn.Module:
+    kept = torch.tensor([True, False, True, True])
+    return nn.Sequential(nn.Embedding(20, 4), SelectedLinear(nn.Parameter(torch.randn(5, 3)), kept))
+
+
+@pytest.mark.parametrize("build", [rank_zero, selected, sru, adaptive, transformer_xl, tied_and_low_rank])
+def test_the_form_for_engines_is_the_same_function_and_leaves_the_model_alone(build: Any) -> None:
+    model = build().eval()
+    kinds = [type(module) for module in model.modules()]
+    made = plain(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any(isinstance(module, SelectedLinear) for module in made.modules())
+    tokens = torch.randint(0, 11, (3, 4))
+    with torch.no_grad():
+        pairs = zip(flat(made(tokens)), flat(model(tokens)), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flat(part)]
+
+
+def test_a_rank_of_zero_can_be_exported(tmp_path: Path) -> None:
+    """OpenVINO gives wrong numbers for tables without columns."""
+    model = rank_zero()
+    made = engine("openvino").export(model, {"input": torch.randint(0, 20, (3, 4))}, tmp_path / "out")
+    assert made.difference < 1e-5
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_eight_bits_are_smaller_and_close(format: str, tmp_path: Path) -> None:
+    if format == "openvino":
+        pytest.importorskip("nncf")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 200))
+    inputs = {"input": torch.randn(8, 256)}
+    whole = engine(format).export(model, inputs, tmp_path / "whole")
+    small = engine(format).export(model, inputs, tmp_path / "small", int8=True)
+    assert small.bytes < 0.4 * whole.bytes
+    assert whole.difference < 1e-5 < small.difference < 0.1
+
+
+@pytest.mark.parametrize(
+    "found, expected, value",
+    [
+        ([1.0, -2.0], [1.0, -4.0], 0.5),
+        ([0.0], [0.0], 0.0),
+        ([float("nan")], [1.0], float("inf")),
+        ([1.0, 1.0], [1.0], float("inf")),
+    ],
+)
+def test_the_difference_is_relative_to_the_largest_number(
+    found: list[float], expected: list[float], value: float
+) -> None:
+    assert difference(torch.tensor(found), torch.tensor(expected)) == value
+
+
+def test_what_differs_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(rw.CheckpointError, match=r"must give the outputs of the model within -1, but they differ by"):
+        engine("pt2").export(
+            tied_and_low_rank(), {"tokens": batch(Spec(), 3, 6)}, tmp_path / "new" / "out", tolerance=-1
+        )
+    assert not list(tmp_path.iterdir())
+
+
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "half": (lambda: tied_and_low_rank().half(), None, rw.CheckpointError, "must be float32 on the CPU, but .*float16"),
+    "no model": (lambda: 3, None, TypeError, "`model` must be a torch.nn.Module, but is a int"),
+    "a tuple": (tied_and_low_rank, (1,), TypeError, "must be a dictionary of inputs by name, but is tuple"),
+    "a number": (tied_and_low_rank, {"tokens": 3}, TypeError, "must hold tensors, .* but 'tokens' is int"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_and_nothing_written(case: str, tmp_path: Path) -> None:
+    build, inputs, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        engine("pt2").export(build(), inputs or {"tokens": batch(Spec())}, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gated_model_is_refused(tmp_path: Path) -> None:
+    model = Spec().build()
+    rw.Pruner(model, rw.Budget(removed=0.3), anneal_steps=1)
+    with pytest.raises(rw.CheckpointError, match="must be compact, but front is gated"):
+        engine("pt2").export(model, {"tokens": batch(Spec())}, tmp_path / "out")
+
+
+def test_code_that_depends_on_data_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Deciding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(rw.CheckpointError, match="must be one that `torch.export` can capture") as caught:
+        engine("pt2").export(Deciding(), {"x": torch.ones(3, 2)}, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(rw.CheckpointError, match="must be new, but .* exists"):
+        engine("pt2").export(tied_and_low_rank(), {"tokens": batch(Spec(), 3, 6)}, tmp_path)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_folder_of_something_else_is_not_loaded(format: str, tmp_path: Path) -> None:
+    with pytest.raises(rw.CheckpointError, match=f"A model exported to {format} must hold model"):
+        engine(format).load(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_a_missing_package_is_named(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module(f"rankwise.deploy.export.{format}")
+    monkeypatch.setitem(sys.modules, format, None)
+    with pytest.raises(rw.CheckpointError, match=rf'needs the package {format}, .* pip install "rankwise\[export\]"'):
+        module.export(tied_and_low_rank(), {"tokens": batch(Spec())}, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_flat_names_are_those_of_the_arguments() -> None:
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    assert flatten({"x": a, "memory": (b, c)}) == {"x": a, "memory_0": b, "memory_1": c}
+
+
+@pytest.mark.parametrize("build", [sru, transformer_xl])
+def test_made_up_inputs_fit_our_models(build: Any) -> None:
+    model = build()
+    inputs = example_inputs(model, 2, 3)
+    assert outputs(model, inputs)[0].shape == (2, 3, 20)
+    with pytest.raises(ValueError, match="`batch` must be a whole number of at least 1, but is 0"):
+        example_inputs(model, 0, 3)

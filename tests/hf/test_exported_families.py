@@ -1,0 +1,31 @@
+"""Compact models of every family in the formats of other engines."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from hf_families import FAMILIES, QUIET, compact
+
+from rankwise.deploy.inputs import example_inputs
+
+pytestmark = QUIET
+ALL = "RANKWISE_EXPORT_ALL"
+EVERY_DAY = [("mpnet", "flop-l0", "onnx"), ("bert-mlm", "np-l0", "pt2"), ("qwen2", "flop-l0", "openvino")]
+CASES = [
+    (family, method, to) for family in FAMILIES for method in ("flop-l0", "np-l0") for to in ("onnx", "openvino", "pt2")
+]
+
+
+@pytest.mark.parametrize("family, method, to", CASES if os.environ.get(ALL) else EVERY_DAY)
+def test_an_exported_family_gives_the_same(family: str, method: str, to: str, tmp_path: Path) -> None:
+    """With RANKWISE_EXPORT_ALL=1 all of them, which takes minutes."""
+    for package in {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"]}.get(to, []):
+        pytest.importorskip(package)
+    model = compact(family, method)
+    made = import_module(f"rankwise.deploy.export.{to}").export(model, example_inputs(model, 2, 6), tmp_path / "out")
+    assert made.difference < 1e-4
+    assert made.outputs[0] == "logits"
+    assert made.shapes["input_ids"] == ["n0", "n1"]
