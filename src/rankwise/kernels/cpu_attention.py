@@ -49,38 +49,34 @@ def relative_attention(
     content_BHTE, position_BHTE = (x_BTHE.transpose(1, 2) * scale for x_BTHE in (content_BTHE, position_BTHE))
     k_BHSE, v_BHSE, r_HLE = k_BSHE.transpose(1, 2), v_BSHE.transpose(1, 2), r_LHE.transpose(0, 1)
     y_BHTE = torch.empty_like(content_BTHE).transpose(1, 2)
-    # a few queries fill no cache, so then heads go together
-    group = min(max(BLOCK // size_T, 1), size_H)
-    room = content_BTHE.new_empty(group * min(BLOCK, size_T) * r_LHE.shape[0])
+    # a few queries fill no cache, so then all heads go together; one at a time, products take strides as they are
+    together = size_T * size_H <= BLOCK
+    heads: list[int | slice] = [slice(None)] if together else list(range(size_H))
+    room = content_BTHE.new_empty((size_H if together else 1) * min(BLOCK, size_T) * r_LHE.shape[0])
     for start in range(0, size_T, BLOCK):
         stop = min(start + BLOCK, size_T)
         first = 0 if reach is None else max(size_M + start - reach + 1, 0)
         last = size_M + stop
         hidden_TS = _hidden(stop - start, last - first, reach, content_BTHE)
-        for b, h in itertools.product(range(size_B), range(0, size_H, group)):
-            heads = slice(h, h + group)
-            scores_HTS = _scores(
-                content_BHTE[b, heads, start:stop],
-                position_BHTE[b, heads, start:stop],
-                k_BHSE[b, heads, first:last],
-                r_HLE[heads],
-                room,
-            )
-            edge_HTS = scores_HTS[..., -hidden_TS.shape[1] :]
-            edge_HTS += hidden_TS
-            y_BHTE[b, heads, start:stop] = torch.softmax(scores_HTS, -1) @ v_BHSE[b, heads, first:last]
+        for b, h in itertools.product(range(size_B), heads):
+            content, position, y = (x_BHTE[b, h, ..., start:stop, :] for x_BHTE in (content_BHTE, position_BHTE, y_BHTE))
+            k, v = (x_BHSE[b, h, ..., first:last, :] for x_BHSE in (k_BHSE, v_BHSE))
+            scores = _scores(content, position, k, r_HLE[h], room)
+            edge = scores[..., -hidden_TS.shape[1] :]
+            edge += hidden_TS
+            y.copy_(torch.softmax(scores, -1) @ v)
     return y_BHTE.transpose(1, 2)
 
 
-def _scores(content_HTE: Tensor, position_HTE: Tensor, k_HSE: Tensor, r_HLE: Tensor, room: Tensor) -> Tensor:
-    """Scores (H, T, S) in `room`, not yet masked."""
-    size_H, size_T, _ = content_HTE.shape
-    size_S = k_HSE.shape[1]
-    room = room[: size_H * size_T * (size_S + 1)]
-    torch.bmm(position_HTE, r_HLE[:, -(size_S + 1) :].mT, out=room.view(size_H, size_T, size_S + 1))
+def _scores(content: Tensor, position: Tensor, k: Tensor, r: Tensor, room: Tensor) -> Tensor:
+    """Scores (T, S) of a head, or (H, T, S) of all, in `room`; not yet masked."""
+    *some_H, size_T, _ = content.shape
+    size_S = k.shape[-2]
+    room = room[: math.prod(some_H) * size_T * (size_S + 1)]
+    torch.matmul(position, r[..., -(size_S + 1) :, :].mT, out=room.view(*some_H, size_T, size_S + 1))
     # the same numbers by key: all rows moved by T places, and each one shorter
-    scores_HTS = room.view(size_H, -1)[:, size_T:].view(size_H, size_T, size_S)
-    return scores_HTS.baddbmm_(content_HTE, k_HSE.mT)
+    scores = room.view(*some_H, -1)[..., size_T:].view(*some_H, size_T, size_S)
+    return scores.baddbmm_(content, k.mT) if some_H else scores.addmm_(content, k.mT)
 
 
 def _hidden(size_T: int, size_S: int, reach: int | None, like: Tensor) -> Tensor:

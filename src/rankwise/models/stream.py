@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.kernels import cpu_attention
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLLayer
 
 
@@ -82,7 +81,7 @@ class _TransformerXLStream(Stream):
         attention, config = layer.attention, self.model.config
         q_BTA, kv_BTA = attention.qkv(x_BTD).tensor_split([config.num_heads * config.head_width], -1)
         k_BSA, v_BSA = self.remembered[i].add(kv_BTA, config.memory_length).chunk(2, -1)
-        y_BTHE = cpu_attention.relative_attention(
+        y_BTA = attention.attend(
             attention.heads(q_BTA + self.model.content_bias),
             attention.heads(q_BTA + self.model.position_bias),
             attention.heads(k_BSA),
@@ -90,7 +89,7 @@ class _TransformerXLStream(Stream):
             attention.heads(self._distances(k_BSA.shape[1], x_BTD)[i]),
             config.memory_length if config.same_length else None,
         )
-        y_BTD: Tensor = attention.out(y_BTHE.flatten(2))
+        y_BTD: Tensor = attention.out(y_BTA)
         return y_BTD
 
     def _distances(self, size_S: int, x_BTD: Tensor) -> list[Tensor]:

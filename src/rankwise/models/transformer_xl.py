@@ -103,6 +103,8 @@ class RelativeAttention(nn.Module):
         self.num_heads = config.num_heads
         self.head_width = config.head_width
         self.dropout = config.attention_dropout
+        self.inference_dtype: torch.dtype | None = None
+        """That queries, keys and values are multiplied in on a CPU without gradients; None: their own."""
         width_A = config.num_heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * width_A, bias=False)
         self.position = nn.Linear(config.width, width_A, bias=False)
@@ -117,11 +119,9 @@ class RelativeAttention(nn.Module):
         position_BTHE = self.heads(q_BTA + positions.position_bias_A.to(q_BTA.dtype))
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
         if cpu_attention.can_run(x_BSD) and not (self.training and self.dropout):
-            k_BSHE, v_BSHE = self.heads(k_BSA), self.heads(v_BSA)
-            y_BTHE = cpu_attention.relative_attention(
-                content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE, positions.reach
-            )
-            y: Tensor = self.out(y_BTHE.flatten(2))
+            keys_values = self.heads(k_BSA), self.heads(v_BSA)
+            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
+            y: Tensor = self.out(y_BTA)
             return y
 
         scores_BHTL = torch.einsum("bthe,lhe->bhtl", position_BTHE / math.sqrt(self.head_width), r_LHE)
@@ -136,6 +136,22 @@ class RelativeAttention(nn.Module):
         )
         y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
+
+    def attend(
+        self,
+        content_BTHE: Tensor,
+        position_BTHE: Tensor,
+        k_BSHE: Tensor,
+        v_BSHE: Tensor,
+        r_LHE: Tensor,
+        reach: int | None,
+    ) -> Tensor:
+        """What the queries find, (B, T, A), by the kernel for inference on a CPU."""
+        dtype = content_BTHE.dtype
+        inputs = (content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE)
+        if self.inference_dtype is not None:
+            inputs = tuple(x.to(self.inference_dtype) for x in inputs)  # type: ignore[assignment]
+        return cpu_attention.relative_attention(*inputs, reach).flatten(2).to(dtype)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
