@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rankwise.cli.bench import BENCH
 from rankwise.cli.command import UsageError
 from rankwise.cli.options import HELP, help_of, parse
 from rankwise.cli.plan import PLAN
@@ -21,7 +22,9 @@ from rankwise.cli.saved import EVALUATE, SAMPLE
 from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
 
-COMMANDS = {command.name: command for command in (RUN, TRAIN, PRUNE, EVALUATE, SAMPLE, SWEEP, REPORT, PRESETS, PLAN)}
+COMMANDS = {
+    command.name: command for command in (RUN, TRAIN, PRUNE, EVALUATE, SAMPLE, BENCH, SWEEP, REPORT, PRESETS, PLAN)
+}
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""
 STOPPED = "Stopped; run the same command again to go on."

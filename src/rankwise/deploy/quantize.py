@@ -102,13 +102,13 @@ def int8(model: nn.Module) -> nn.Module:
     if can_multiply_bfloat16():
         for module in quantized.modules():
             if hasattr(module, "inference_dtype"):
-                module.inference_dtype = torch.bfloat16
+                module.inference_dtype = torch.bfloat16  # type: ignore[assignment]
     return quantized.eval()
 
 
 def can_multiply_bytes() -> bool:
     """Whether this processor and this torch have fast products of bytes."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise") and _has_vnni()
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.onednn, "qlinear_pointwise") and _has_vnni()
 
 
 def can_multiply_bfloat16() -> bool:

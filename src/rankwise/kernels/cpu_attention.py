@@ -59,7 +59,9 @@ def relative_attention(
         last = size_M + stop
         hidden_TS = _hidden(stop - start, last - first, reach, content_BTHE)
         for b, h in itertools.product(range(size_B), heads):
-            content, position, y = (x_BHTE[b, h, ..., start:stop, :] for x_BHTE in (content_BHTE, position_BHTE, y_BHTE))
+            content, position, y = (
+                x_BHTE[b, h, ..., start:stop, :] for x_BHTE in (content_BHTE, position_BHTE, y_BHTE)
+            )
             k, v = (x_BHSE[b, h, ..., first:last, :] for x_BHSE in (k_BHSE, v_BHSE))
             scores = _scores(content, position, k, r_HLE[h], room)
             edge = scores[..., -hidden_TS.shape[1] :]
