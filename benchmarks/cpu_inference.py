@@ -1,4 +1,4 @@
-"""Inference on this machine's CPU, against the released code: `python benchmarks/cpu_inference.py [--record] [PART ...]`.
+"""Inference on a CPU, against the released code: `python benchmarks/cpu_inference.py [--record] [PART ...]`.
 
 sru    the paper's 35M SRU, 256 characters, batch 1
 txl    the 41M Transformer-XL, segment 512 + memory 512, batch 1
@@ -112,7 +112,8 @@ SRU_GOALS = {
 }  # fmt: skip
 TXL_GOALS = {
     "80% / dense": ">= 2.0", "90% / dense": ">= 2.4", "dense / dense original": ">= 1.5",
-    "80% / 80% original": "", "90% / 90% original": "", "80% stream / dense stream": "", "90% stream / dense stream": "",
+    "80% / 80% original": "", "90% / 90% original": "",
+    "80% stream / dense stream": "", "90% stream / dense stream": "",
     "80% int8 / 80%": ">= 1.5", "90% int8 / 90%": ">= 1.5", "80% int8 stream / 80% stream": "",
     "80% / 80% AGP, sparse": "", "90% / 90% AGP, sparse": "",
 }  # fmt: skip

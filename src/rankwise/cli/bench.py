@@ -45,8 +45,11 @@ def bench(options: Options) -> None:
     print_table(COLUMNS, [_cells(row) for row in rows], words=("engine", "model", "precision"))
     for line in lines:
         print(line)
-    print(f"\nSequences of {config.length} tokens, medians of {config.repeats} calls in turn; speed is against the ")
-    print(f"first model of each case.{'' if kept is None else f' Kept in {kept}.'}")
+    print(
+        f"\nSequences of {config.length} tokens; medians of {config.repeats} calls in turn; speed: against the first."
+    )
+    if kept is not None:
+        print(f"Kept in {kept}.")
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:

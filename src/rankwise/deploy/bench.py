@@ -89,7 +89,8 @@ def bench(
                 case = {"engine": name, "batch": batch, "length": config.length, "threads": num_threads}
                 tell(words(case))
                 with _threads(num_threads):
-                    rows += _time(case, run, parameters, tokens_BT, config.repeats)
+                    timed = _time(case, run, parameters, tokens_BT, config.repeats)
+                rows += [{**row, "peer": row["model"] in peers} for row in timed]
     return rows
 
 
@@ -115,27 +116,40 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for every model that is not faster than the first one, and why, where that is known."""
     lines = []
     for row in rows:
-        first = next(other for other in rows if words(other) == words(row))
-        ours, theirs = row["milliseconds"], first["milliseconds"]
-        # faster means: also where both had bad luck
-        if row is first or ours["p80"] < theirs["p20"]:
+        before = _before(row, [other for other in rows if words(other) == words(row)])
+        if before is None:
             continue
-        reason = _reason(row, first)
+        ours, theirs = row["milliseconds"], before["milliseconds"]
+        # faster means: also where one was lucky and the other was not
+        if ours["p80"] < theirs["p20"]:
+            continue
+        faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
+        reason = _reason(row, before)
         lines.append(
-            f"{row['model']} in {row['precision']} is NOT faster than {first['model']} ({words(row)}): "
-            f"{ours['median']:.2f} against {theirs['median']:.2f} ms{f', for {reason}' if reason else ''}."
+            f"{row['model']} in {row['precision']} is {faster} than {before['model']} in {before['precision']} "
+            f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
+            f"{f', for {reason}' if reason else ''}."
         )
     return lines
 
 
-def _reason(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+def _before(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one."""
+    if row["peer"] or row is case[0]:
+        return None
+    if row["precision"] == "float32":
+        return case[0]
+    return next(other for other in case if other["model"] == row["model"] and other["precision"] == "float32")
+
+
+def _reason(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if row["precision"] == "int8" and not can_multiply_bytes():
         return "this processor has no instructions for int8"
-    if row["precision"] == first["precision"] and row["parameters"] >= first["parameters"]:
+    if row["precision"] == before["precision"] and row["parameters"] >= before["parameters"]:
         return "its matrices are no smaller"
-    if first["milliseconds"]["median"] < FAST:
+    if before["milliseconds"]["median"] < FAST:
         return "calls as short as this are mostly overhead"
-    if row["milliseconds"]["p20"] < first["milliseconds"]["median"]:
+    if row["milliseconds"]["median"] < before["milliseconds"]["median"]:
         return "the spread is larger than the difference; repeat it on a quiet machine"
     return ""
 

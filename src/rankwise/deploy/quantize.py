@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.adapters.readers import readers
 from rankwise.errors import RankwiseError
 
 LARGEST = 127
@@ -30,7 +31,9 @@ loops a thousand times slower.)"""
 class Int8Linear(nn.Module):
     """A linear layer whose weight is int8. It has no gradient."""
 
+    weight_OI: Tensor
     weight: Tensor
+    """Of no elements: for code that asks a layer for its dtype or device."""
     scale: Tensor
     bias: Tensor | None
     zero: Tensor
@@ -40,7 +43,8 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight_OI = layer.weight.detach().float()
         scale_O = _scale(weight_OI)
-        self.register_buffer("weight", (weight_OI / scale_O).round_().to(torch.int8))
+        self.register_buffer("weight_OI", (weight_OI / scale_O).round_().to(torch.int8))
+        self.register_buffer("weight", layer.weight.detach().new_empty(0), persistent=False)
         self.register_buffer("scale", scale_O.flatten())
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
         self.register_buffer("zero", torch.zeros(1, dtype=torch.int32), persistent=False)
@@ -60,7 +64,7 @@ class Int8Linear(nn.Module):
 
     def _fast(self, bytes_NI: Tensor) -> Tensor:
         if self._packed is None:
-            self._packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
+            self._packed = torch.ops.onednn.qlinear_prepack(self.weight_OI, None)
         y_NO: Tensor = torch.ops.onednn.qlinear_pointwise(
             bytes_NI, 1.0, SHIFT, self._packed, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -68,7 +72,7 @@ class Int8Linear(nn.Module):
 
     def _plain(self, bytes_NI: Tensor) -> Tensor:
         """The same numbers: products of bytes, and sums of a thousand of them, are exact in float32."""
-        return F.linear(bytes_NI.float() - SHIFT, self.weight.float()) * self.scale
+        return F.linear(bytes_NI.float() - SHIFT, self.weight_OI.float()) * self.scale
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -77,9 +81,9 @@ class Int8Linear(nn.Module):
 def int8(model: nn.Module) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in int8; `model` stays as it is.
 
-    Embeddings, norms and recurrences keep their precision; attention of rankwise's own models runs in bfloat16 where
-    the processor multiplies it faster. The copy is made in milliseconds and cannot be saved: save the model, and
-    quantize what was loaded.
+    Embeddings, norms, recurrences and layers whose weight others read keep their precision; attention of rankwise's
+    own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds and cannot be
+    saved: save the model, and quantize what was loaded.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
@@ -93,9 +97,10 @@ def int8(model: nn.Module) -> nn.Module:
             RuntimeWarning,
             stacklevel=2,
         )
-    layers = {id(m): m for m in model.modules() if type(m) is nn.Linear and m.in_features and m.out_features}
+    read = readers(model)
+    layers = {id(m): m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and id(m) not in read}
     if not layers:
-        raise RankwiseError(f"int8 needs a model with linear layers, but {type(model).__name__} has none.")
+        raise RankwiseError(f"int8 needs a model with linear layers, but {type(model).__name__} has none that can be.")
     # what is already copied, `deepcopy` takes as it is: so tied layers stay one
     copies: dict[int, object] = {key: Int8Linear(layer) for key, layer in layers.items()}
     quantized: nn.Module = copy.deepcopy(model, copies)
