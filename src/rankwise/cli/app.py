@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rankwise.cli.bench import BENCH
 from rankwise.cli.command import UsageError
 from rankwise.cli.compress import COMPRESS
 from rankwise.cli.export import EXPORT
@@ -25,7 +26,7 @@ from rankwise.version import VERSION
 
 COMMANDS = {
     command.name: command
-    for command in (RUN, TRAIN, PRUNE, COMPRESS, EVALUATE, SAMPLE, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
+    for command in (RUN, TRAIN, PRUNE, COMPRESS, EVALUATE, SAMPLE, BENCH, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
 }
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""

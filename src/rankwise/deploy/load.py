@@ -31,7 +31,7 @@ from rankwise.deploy.structure import (
     walk,
 )
 from rankwise.errors import CheckpointError
-from rankwise.models.architectures import build, from_description
+from rankwise.models.architectures import ModelConfig, build, from_description
 
 FEW = 5
 """Misfits that an error names."""
@@ -75,7 +75,8 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> n
     path = Path(folder)
     saved = _read_structure(path)
     if skeleton is None:
-        skeleton = _dense_model(path, saved)
+        with torch.device("meta"):
+            skeleton = build(_dense_config(path, saved))
     instead = replacements(saved.layers, skeleton)
     slots = _slots(saved, skeleton, instead)
     values = _read_tensors(path, saved)
@@ -113,19 +114,22 @@ def _read_structure(folder: Path) -> Saved:
     return Saved(layers, tensors, tied, entry.get("dense"))
 
 
-def _dense_model(folder: Path, saved: Saved) -> nn.Module:
-    """A skeleton for a model of ours."""
+def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
+    """The dense model that a saved one of ours was pruned from, with fresh weights: as large and as slow."""
+    path = Path(folder)
+    return build(_dense_config(path, _read_structure(path)))
+
+
+def _dense_config(folder: Path, saved: Saved) -> ModelConfig:
     if saved.dense is None:
         raise CheckpointError(
             f"A model of your own needs its `skeleton`, but none was given for {folder}. "
             "Build the dense model and pass it: load(folder, build())."
         )
     try:
-        config = from_description(saved.dense)
+        return from_description(saved.dense)
     except (CheckpointError, TypeError) as error:
         raise _damaged(folder / STRUCTURE, str(error)) from None
-    with torch.device("meta"):
-        return build(config)
 
 
 def _read_json(folder: Path) -> Any:

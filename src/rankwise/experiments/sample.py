@@ -1,4 +1,4 @@
-"""Text from a language model: one token at a time, the state carried along."""
+"""Text from a language model: one token at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.errors import RankwiseError
+from rankwise.models.stream import open_stream
 
 
 @torch.inference_mode()
@@ -38,12 +39,12 @@ def sample(
     numbers = vocabulary.encode(prompt)
     if not numbers:
         raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")
-    model.eval()
+    stream = open_stream(model)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    tokens_BT, state = torch.tensor([numbers], device=device), None
+    tokens_BT = torch.tensor([numbers], device=device)
     for _ in range(length):
-        logits_BTV, state = model(tokens_BT, state)
+        logits_BTV = stream.feed(tokens_BT)
         number = _draw(logits_BTV[0, -1].float().cpu(), temperature, top_k, generator)
         yield number
         tokens_BT = torch.tensor([[number]], device=device)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.kernels import embedding, linear, norm, relu
+from rankwise.kernels import cpu_attention, embedding, linear, norm, relu
 from rankwise.kernels.device import can_fuse
 from rankwise.kernels.linear import half_dtype
 
@@ -93,8 +93,8 @@ class Positions:
     """-inf where a query sees nothing at a distance, else 0."""
     content_bias_A: Tensor
     position_bias_A: Tensor
-    window: int | None
-    """Distances from it on are hidden."""
+    reach: int | None
+    """Keys that a query sees at most."""
 
 
 class RelativeAttention(nn.Module):
@@ -105,6 +105,8 @@ class RelativeAttention(nn.Module):
         self.num_heads = config.num_heads
         self.head_width = config.head_width
         self.dropout = config.attention_dropout
+        self.inference_dtype: torch.dtype | None = None
+        """That queries, keys and values are multiplied in on a CPU without gradients; None: their own."""
         width_A = config.num_heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * width_A, bias=False)
         self.position = nn.Linear(config.width, width_A, bias=False)
@@ -121,6 +123,11 @@ class RelativeAttention(nn.Module):
         content_BTHE = self.heads(q_BTA + positions.content_bias_A.to(q_BTA.dtype))
         position_BTHE = self.heads(q_BTA + positions.position_bias_A.to(q_BTA.dtype))
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
+        if cpu_attention.can_run(x_BSD) and not (self.training and self.dropout):
+            keys_values = self.heads(k_BSA), self.heads(v_BSA)
+            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
+            y: Tensor = self.out(y_BTA)
+            return y
 
         scores_BHTL = torch.einsum("bthe,lhe->bhtl", position_BTHE / math.sqrt(self.head_width), r_LHE)
         # an addend, unlike `masked_fill`, costs no pass over the gradient, which is zero where the mask is -inf
@@ -153,9 +160,25 @@ class RelativeAttention(nn.Module):
             self.heads(positions.content_bias_A),
             self.heads(positions.position_bias_A),
             positions.mask_TL.shape[0],
-            positions.window,
+            positions.reach,
         )
         return linear.call(self.out, y_BTHE.flatten(2))
+
+    def attend(
+        self,
+        content_BTHE: Tensor,
+        position_BTHE: Tensor,
+        k_BSHE: Tensor,
+        v_BSHE: Tensor,
+        r_LHE: Tensor,
+        reach: int | None,
+    ) -> Tensor:
+        """What the queries find, (B, T, A), by the kernel for inference on a CPU."""
+        dtype = content_BTHE.dtype
+        inputs = (content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE)
+        if self.inference_dtype is not None:
+            inputs = tuple(x.to(self.inference_dtype) for x in inputs)  # type: ignore[assignment]
+        return cpu_attention.relative_attention(*inputs, reach).flatten(2).to(dtype)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
@@ -247,19 +270,22 @@ class TransformerXL(nn.Module):
         config, num_queries = self.config, h_BTD.shape[1]
         num_keys = num_remembered + num_queries
         distance_L = torch.arange(num_keys, -1, -1, device=h_BTD.device)
+        sinusoid_LD = self.dropout(self.sinusoid(distance_L, h_BTD.dtype))
         query_T1 = torch.arange(num_queries, device=h_BTD.device)[:, None]
         # before the first key; `by_key` makes of these the keys after the query
         hidden_TL = distance_L > num_remembered + query_T1
         if config.same_length:
             hidden_TL = hidden_TL | (distance_L >= config.memory_length)
         mask_TL = torch.zeros_like(hidden_TL, dtype=h_BTD.dtype).masked_fill_(hidden_TL, -math.inf)
-        if config.clamp_length is not None:
-            distance_L = distance_L.clamp(max=config.clamp_length)
+        reach = config.memory_length if config.same_length else None
+        return Positions(sinusoid_LD, mask_TL, self.content_bias, self.position_bias, reach)
+
+    def sinusoid(self, distance_L: Tensor, dtype: torch.dtype) -> Tensor:
+        """R_d of distances, as this model counts them."""
+        if self.config.clamp_length is not None:
+            distance_L = distance_L.clamp(max=self.config.clamp_length)
         # distances beyond 256 need more than bfloat16
-        dtype = torch.promote_types(h_BTD.dtype, torch.float32)
-        sinusoid_LD = self.dropout(sinusoid(distance_L.to(dtype), config.width).to(h_BTD.dtype))
-        window = config.memory_length if config.same_length else None
-        return Positions(sinusoid_LD, mask_TL, self.content_bias, self.position_bias, window)
+        return sinusoid(distance_L.to(torch.promote_types(dtype, torch.float32)), self.config.width).to(dtype)
 
     def _num_remembered(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None) -> int:
         """M, of inputs that fit."""

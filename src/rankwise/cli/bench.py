@@ -1,0 +1,103 @@
+"""`rankwise bench`: how fast the models of a folder are on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rankwise.cli.command import Command, Options, Parser, listed, whole_number
+from rankwise.cli.runs import RUNS
+from rankwise.cli.tables import print_table
+
+COLUMNS = ("engine", "batch", "threads", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
+
+
+def bench(options: Options) -> None:
+    from rankwise.deploy.bench import BenchConfig, remarks
+    from rankwise.deploy.bench import bench as measure
+    from rankwise.experiments.bench import find_models, keep
+
+    found = find_models(Path(options.target))
+    config = BenchConfig(
+        length=found.length if options.length is None else options.length,
+        batches=tuple(options.batch),
+        threads=tuple(options.threads),
+        engines=tuple(options.engines),
+        repeats=options.repeats,
+    )
+    peers = {}
+    if options.peer:
+        from rankwise.deploy.peer import released_sru
+
+        peers = {f"{name}, released code": released_sru(model) for name, model in found.models.items()}
+    tell = partial(print, "timing", file=sys.stderr)
+    rows = measure(found.models, config, found.tokens, peers=peers, tell=tell)
+    lines = remarks(rows)
+    kept = keep(found, rows, lines)
+    if options.json:
+        print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
+        return
+    print_table(COLUMNS, [_cells(row) for row in rows], words=("engine", "model", "precision"))
+    for line in lines:
+        print(line)
+    print(
+        f"\nSequences of {config.length} tokens; medians of {config.repeats} calls in turn; speed: against the first."
+    )
+    if kept is not None:
+        print(f"Kept in {kept}.")
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    spent = row["milliseconds"]
+    return (
+        row["engine"],
+        str(row["batch"]),
+        str(row["threads"]),
+        row["model"],
+        row["precision"],
+        f"{row['parameters']:,}",
+        f"{spent['median']:.2f}",
+        f"{spent['p20']:.2f} to {spent['p80']:.2f}",
+        f"{row['speed']:.2f}x",
+    )
+
+
+def _threads(text: str) -> int | str:
+    """A number, or "all"."""
+    if text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be whole numbers or "all", but has {text!r} instead.') from None
+
+
+def _arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="FOLDER", help="of a run, of one of its models, or of a saved model")
+    add("--batch", type=listed(whole_number), default=[1, 16], metavar="NUMBERS", help="with commas (default: 1,16)")
+    add("--threads", type=listed(_threads), default=[1, "all"], metavar="NUMBERS", help="(default: 1,all)")
+    add("--length", type=whole_number, metavar="N", help="tokens of a sequence (default: as in training, or 256)")
+    add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
+    add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
+    add("--peer", action="store_true", help="also time the layers of the released code (package `sru`)")
+    add("--json", action="store_true", help="print JSON")
+
+
+BENCH = Command(
+    name="bench",
+    usage="FOLDER [--batch NUMBERS] [--threads NUMBERS] [--length N] [--engines NAMES] [--peer] [--json]",
+    about="Time the dense, the compact and the int8 models of a folder on this machine.",
+    details=f"""\
+Models take turns, so that a busy moment meets them all. A compact model that is not faster gets a line that says so.
+The record of a run keeps the figures. Engines: torch, compile (torch.compile).
+
+example: rankwise bench {RUNS}/demo --batch 1 --threads 1""",
+    arguments=_arguments,
+    run=bench,
+)

@@ -1,0 +1,170 @@
+"""Dense against compact against int8 on this machine: every engine, batch and number of threads.
+
+All models of a case take turns, so a slow spell of the machine meets them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.core.budget import count
+from rankwise.deploy.engines import engine
+from rankwise.deploy.measure import time_together
+from rankwise.deploy.quantize import can_multiply_bytes, int8
+from rankwise.errors import RankwiseError
+
+ALL = "all"
+FAST = 2.0
+"""Milliseconds of a call, below which what surrounds the arithmetic decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What is timed."""
+
+    length: int
+    """Tokens of a sequence."""
+    batches: tuple[int, ...] = (1, 16)
+    """Sequences at once."""
+    threads: tuple[int | str, ...] = (1, ALL)
+    """Of torch; "all" is one per core."""
+    engines: tuple[str, ...] = ("torch",)
+    repeats: int = 15
+
+    def __post_init__(self) -> None:
+        for name, values in (("length", (self.length,)), ("batch", self.batches), ("threads", self.counts)):
+            for value in values:
+                if value < 1:
+                    raise RankwiseError(f"`{name}` must be at least 1, but is {value} instead.")
+        if self.repeats < 2:
+            raise RankwiseError(f"`repeats` must be at least 2, but is {self.repeats} instead.")
+        for name in self.engines:
+            engine(name)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """`threads` as numbers, each once."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        for value in self.threads:
+            if isinstance(value, str) and value != ALL:
+                raise RankwiseError(f'`threads` must be numbers or "{ALL}", but one is {value!r} instead.')
+        return tuple(dict.fromkeys(cores if isinstance(value, str) else value for value in self.threads))
+
+
+def bench(
+    models: Mapping[str, nn.Module],
+    config: BenchConfig,
+    make_tokens: Callable[[int, int], Tensor],
+    *,
+    peers: Mapping[str, nn.Module] | None = None,
+    tell: Callable[[str], None] = lambda case: None,
+) -> list[dict[str, Any]]:
+    """A row for every model and case; speeds are against the first model in float32, with the same engine.
+
+    Args:
+        models: on the CPU; the first is the dense one.
+        make_tokens: from batch and length to tokens.
+        peers: models of others, timed by torch in float32.
+        tell: told of every case before it is timed.
+    """
+    peers = peers or {}
+    parameters = {name: count(model) for name, model in {**models, **peers}.items()}
+    variants: dict[tuple[str, str], nn.Module] = {(name, "float32"): model.eval() for name, model in models.items()}
+    more = {(name, "int8"): int8(model) for name, model in models.items()}
+    more |= {(name, "float32"): model.eval() for name, model in peers.items()}
+    rows = []
+    for name in config.engines:
+        # other engines have their own ways to int8
+        run = variants | more if name == "torch" else variants
+        for batch in config.batches:
+            tokens_BT = make_tokens(batch, config.length)
+            for num_threads in config.counts:
+                case = {"engine": name, "batch": batch, "length": config.length, "threads": num_threads}
+                tell(words(case))
+                with _threads(num_threads):
+                    timed = _time(case, run, parameters, tokens_BT, config.repeats)
+                rows += [{**row, "peer": row["model"] in peers} for row in timed]
+    return rows
+
+
+def _time(
+    case: Mapping[str, Any],
+    models: Mapping[tuple[str, str], nn.Module],
+    parameters: Mapping[str, int],
+    tokens_BT: Tensor,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    prepare = engine(case["engine"]).prepare
+    calls = {" ".join(key): prepare(model, (tokens_BT,)) for key, model in models.items()}
+    timings = time_together(calls, repeats=repeats)
+    first = next(iter(timings.values()))
+    rows = []
+    for (name, precision), timing in zip(models, timings.values(), strict=True):
+        row = {"model": name, "precision": precision, "parameters": parameters[name], **case}
+        rows.append({**row, "milliseconds": asdict(timing), "speed": first.median / timing.median})
+    return rows
+
+
+def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for every model that is not faster than the first one, and why, where that is known."""
+    lines = []
+    for row in rows:
+        before = _before(row, [other for other in rows if words(other) == words(row)])
+        if before is None:
+            continue
+        ours, theirs = row["milliseconds"], before["milliseconds"]
+        # faster means: also where one was lucky and the other was not
+        if ours["p80"] < theirs["p20"]:
+            continue
+        faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
+        reason = _reason(row, before)
+        lines.append(
+            f"{row['model']} in {row['precision']} is {faster} than {before['model']} in {before['precision']} "
+            f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
+            f"{f', for {reason}' if reason else ''}."
+        )
+    return lines
+
+
+def _before(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one."""
+    if row["peer"] or row is case[0]:
+        return None
+    if row["precision"] == "float32":
+        return case[0]
+    return next(other for other in case if other["model"] == row["model"] and other["precision"] == "float32")
+
+
+def _reason(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    if row["precision"] == "int8" and not can_multiply_bytes():
+        return "this processor has no instructions for int8"
+    if row["precision"] == before["precision"] and row["parameters"] >= before["parameters"]:
+        return "its matrices are no smaller"
+    if before["milliseconds"]["median"] < FAST:
+        return "calls as short as this are mostly overhead"
+    if row["milliseconds"]["median"] < before["milliseconds"]["median"]:
+        return "the spread is larger than the difference; repeat it on a quiet machine"
+    return ""
+
+
+def words(case: Mapping[str, Any]) -> str:
+    """A case in words."""
+    threads = f"{case['threads']} thread{'s' * (case['threads'] > 1)}"
+    return f"{case['engine']}, batch {case['batch']} x {case['length']}, {threads}"
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,110 @@
+"""`rankwise bench`: on a run, on one of its models, on saved ones; kept in the record; clear about mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.cli.app import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
+QUICK = ["--batch", "1", "--threads", "1", "--repeats", "2", "--length", "5"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(["bench", *arguments, *QUICK, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, for its record is written to."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = json.loads((folder / "record.json").read_text())
+    found = answer(capsys, str(folder))
+    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0"] * 2
+    assert {row["precision"] for row in found["rows"]} == {"float32", "int8"}
+    sizes = {row["model"]: row["parameters"] for row in found["rows"]}
+    assert sizes == {row["name"]: row["parameters"] for row in before["rows"]}
+    after = json.loads((folder / "record.json").read_text())
+    kept = after.pop("bench")
+    assert after == before
+    assert (kept["rows"], kept["remarks"]) == (found["rows"], found["remarks"])
+    assert {"versions", "hardware", "measured"} <= set(kept)
+    # what else reads records still does
+    assert run(["report", str(folder)]) == 0
+
+
+def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_shape(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [row["model"] for row in answer(capsys, str(folder / "flop-l0"))["rows"]]
+    assert names == ["dense", "flop-l0"] * 2
+    rows = answer(capsys, str(folder / "flop-l0" / "model"))["rows"]
+    assert [row["model"] for row in rows] == ["dense, fresh weights", "flop-l0"] * 2
+    assert rows[0]["parameters"] > rows[1]["parameters"]
+
+
+def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", str(folder), *QUICK]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].split()[:4] == ["engine", "batch", "threads", "model"]
+    assert f"Kept in {folder / 'record.json'}." in said.out
+    assert said.err.startswith("timing torch, batch 1 x 5, 1 thread")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--engines", "tensorflow"], "An engine must be one of torch, compile"),
+        (["--threads", "0"], "`threads` must be at least 1, but is 0 instead."),
+        (["--threads", "few"], "`--threads` must be whole numbers or \"all\", but has 'few' instead."),
+        (["--batch", "0"], "`batch` must be at least 1, but is 0 instead."),
+        (["--length", "0"], "`length` must be at least 1, but is 0 instead."),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    finished: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", str(finished), *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+
+
+def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"needs the folder of a run or of a saved model, but {tmp_path} is neither." in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_missing_peer_is_one_line(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sru", None)
+    assert run(["bench", str(finished), "--peer"]) == 2
+    said = capsys.readouterr().err
+    assert "`--peer` needs the package `sru`" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_hugging_face_folder_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    import rankwise as rw
+    from rankwise.hf import save_pretrained
+
+    config = transformers.GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    compact = rw.compress(transformers.GPT2LMHeadModel(config), rw.Budget(removed=0.3))
+    save_pretrained(compact, tmp_path / "small")
+    rows = answer(capsys, str(tmp_path / "small"))["rows"]
+    assert [row["model"] for row in rows] == ["dense, fresh weights", "small"] * 2
+    assert rows[1]["parameters"] == rw.count(compact) < rows[0]["parameters"]

@@ -1,0 +1,137 @@
+"""Timing many models: every case once, against the right counterpart, and plain words where nothing was gained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.deploy import engines
+from rankwise.deploy.bench import BenchConfig, bench, remarks
+from rankwise.deploy.engines import Engine, engine
+from rankwise.deploy.peer import released_sru
+from rankwise.models.sru import SRUConfig, SRULanguageModel
+from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, width)
+        self.layer = nn.Linear(width, 7)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.words(tokens_BT))
+        return y
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def test_every_case_has_a_row_of_every_model() -> None:
+    config = BenchConfig(length=3, batches=(1, 2), threads=(1,), repeats=2)
+    before, told = torch.get_num_threads(), []
+    rows = bench({"dense": Model(9), "compact": Model(2)}, config, tokens, peers={"other": Model(5)}, tell=told.append)
+    assert torch.get_num_threads() == before
+    assert told == ["torch, batch 1 x 3, 1 thread", "torch, batch 2 x 3, 1 thread"]
+    names = [("dense", "float32"), ("compact", "float32"), ("dense", "int8"), ("compact", "int8"), ("other", "float32")]
+    assert [(row["model"], row["precision"]) for row in rows] == 2 * names
+    assert [row["batch"] for row in rows] == [1] * 5 + [2] * 5
+    assert rows[0]["parameters"] == rw.count(Model(9))
+    for case in (rows[:5], rows[5:]):
+        assert case[0]["speed"] == 1
+        for row in case:
+            ratio = case[0]["milliseconds"]["median"] / row["milliseconds"]["median"]
+            assert row["speed"] == pytest.approx(ratio)
+
+
+def row(model: str, spent: tuple[float, float, float], **changes: Any) -> dict[str, Any]:
+    p20, median, p80 = spent
+    case = {"engine": "torch", "batch": 1, "length": 8, "threads": 1, "parameters": 100, "peer": False}
+    milliseconds = {"median": median, "p20": p20, "p80": p80, "repeats": 5}
+    return {"model": model, "precision": "float32", **case, "milliseconds": milliseconds, **changes}
+
+
+def test_what_is_not_faster_is_said() -> None:
+    dense, slow = row("dense", (9, 10, 11)), (9.5, 12, 13)
+    assert remarks([dense, row("compact", (1, 2, 3), parameters=20)]) == []
+    (line,) = remarks([dense, row("agp", slow)])
+    assert line == (
+        "agp in float32 is NOT faster than dense in float32 (torch, batch 1 x 8, 1 thread): 12.00 against 10.00 ms, "
+        "for its matrices are no smaller."
+    )
+    (line,) = remarks([dense, row("compact", (8, 9.5, 12), parameters=20)])
+    assert "is not clearly faster than dense" in line
+    assert "repeat it on a quiet machine" in line
+    (line,) = remarks([row("dense", (0.9, 1, 1.1)), row("compact", (1, 1, 1), parameters=20)])
+    assert line.endswith("for calls as short as this are mostly overhead.")
+    # others are compared, not judged
+    assert remarks([dense, row("other", slow, peer=True)]) == []
+
+
+def test_int8_must_be_faster_than_the_same_model_in_float32() -> None:
+    compact = {"parameters": 20}
+    rows = [row("dense", (9, 10, 11)), row("compact", (2, 2, 2), **compact)]
+    (line,) = remarks([*rows, row("compact", (4, 4, 4), precision="int8", **compact)])
+    assert line.startswith("compact in int8 is NOT faster than compact in float32")
+    assert remarks([*rows, row("compact", (1, 1, 1), precision="int8", **compact)]) == []
+
+
+def test_cases_are_judged_by_themselves() -> None:
+    rows = [row("dense", (9, 10, 11)), row("compact", (4, 5, 6), parameters=20)]
+    more = [row("dense", (1, 1, 1), batch=2), row("compact", (4, 5, 6), parameters=20, batch=2)]
+    (line,) = remarks([*rows, *more])
+    assert "batch 2 x 8" in line
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"length": 0}, "`length` must be at least 1, but is 0 instead."),
+        ({"batches": (1, 0)}, "`batch` must be at least 1, but is 0 instead."),
+        ({"threads": (0,)}, "`threads` must be at least 1, but is 0 instead."),
+        ({"threads": ("some",)}, "`threads` must be numbers or \"all\", but one is 'some' instead."),
+        ({"repeats": 1}, "`repeats` must be at least 2, but is 1 instead."),
+        ({"engines": ("compil",)}, "must be one of torch, compile.*, but is 'compil' instead. Did you mean 'compile'?"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(rw.RankwiseError, match=message.replace("?", r"\?")):
+        BenchConfig(**{"length": 4, **changes})
+
+
+def test_all_threads_are_counted_once() -> None:
+    cores = BenchConfig(length=1, threads=("all",)).counts
+    assert BenchConfig(length=1, threads=(*cores, "all", *cores)).counts == cores
+
+
+def test_an_engine_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = Engine("", lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
+    monkeypatch.setitem(engines.ENGINES, "lacking", lacking)
+    with pytest.raises(rw.RankwiseError, match="The engine 'lacking' cannot run here: it needs nothing you have."):
+        engine("lacking")
+
+
+def test_torch_runs_the_model_without_gradients() -> None:
+    model = Model(3)
+    got = engine("torch").prepare(model, (tokens(2, 4),))()
+    assert isinstance(got, Tensor)
+    assert not got.requires_grad
+    torch.testing.assert_close(got, model(tokens(2, 4)).detach())
+
+
+def test_the_released_code_must_be_there_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as if the package were not installed
+    monkeypatch.setitem(__import__("sys").modules, "sru", None)
+    model = SRULanguageModel(SRUConfig(num_words=5, embedding_width=4, width=6, num_layers=1))
+    with pytest.raises(rw.RankwiseError, match="`--peer` needs the package `sru`, but importing it failed"):
+        released_sru(model)
+    other = TransformerXL(TransformerXLConfig(num_words=5, width=4, num_heads=1, head_width=2, inner=3, num_layers=1))
+    with pytest.raises(rw.RankwiseError, match="SRU models with a plain embedding only, but this is a TransformerXL"):
+        released_sru(other)

@@ -1,0 +1,141 @@
+"""int8: close to the layer it stands for, each token by itself, the original untouched."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.deploy import quantize
+from rankwise.deploy.quantize import Int8Linear, int8
+from rankwise.models.sru import SRUConfig, SRULanguageModel
+from rankwise.models.stream import open_stream
+from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.modules import LowRankHead
+
+pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
+
+
+def sru() -> nn.Module:
+    return SRULanguageModel(SRUConfig(num_words=11, embedding_width=8, width=12, num_layers=2, rank=5)).eval()
+
+
+def transformer_xl() -> nn.Module:
+    sizes = {"width": 12, "num_heads": 2, "head_width": 6, "inner": 20, "num_layers": 2, "memory_length": 5}
+    return TransformerXL(TransformerXLConfig(num_words=11, **sizes)).eval()
+
+
+def rounded(x_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127 and the scale of each row, in float64."""
+    scale_N1 = x_NI.double().abs().amax(-1, keepdim=True) / 127
+    return (x_NI.double() / scale_N1).round(), scale_N1
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 40), inputs=st.integers(1, 300), outputs=st.integers(1, 70), bias=st.booleans(),
+    size=st.sampled_from([1e-3, 1.0, 1e4]),
+)  # fmt: skip
+def test_a_layer_multiplies_rounded_inputs_by_rounded_weights(
+    fast: bool, rows: int, inputs: int, outputs: int, bias: bool, size: float
+) -> None:
+    if fast and not quantize.can_multiply_bytes():
+        pytest.skip("this processor has no instructions for int8")
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    x_NI = size * torch.randn(rows, inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize, "can_multiply_bytes", lambda: fast)
+        got_NO = Int8Linear(layer)(x_NI)
+    (x, x_scale), (w, w_scale) = rounded(x_NI), rounded(layer.weight.detach())
+    want_NO = x @ w.t() * x_scale * w_scale.t() + (layer.bias.detach().double() if bias else 0)
+    # a number that lies half-way may be rounded to either side
+    slack = float(((w.abs().amax() * w_scale.amax()) * x_scale.amax()) * 2)
+    torch.testing.assert_close(got_NO.double(), want_NO, rtol=1e-5, atol=slack)
+
+
+def test_rounding_costs_about_a_percent() -> None:
+    torch.manual_seed(0)
+    layer, x_NI = nn.Linear(300, 200), torch.randn(64, 300)
+    want_NO = layer(x_NI).detach()
+    error = (Int8Linear(layer)(x_NI) - want_NO).norm() / want_NO.norm()
+    assert 1e-4 < error < 0.02
+
+
+def test_zeros_stay_zeros_and_shapes_and_dtypes_stay() -> None:
+    layer = nn.Linear(6, 3, bias=False)
+    assert torch.equal(Int8Linear(layer)(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 3))
+    assert Int8Linear(layer)(torch.randn(2, 0, 6)).shape == (2, 0, 3)
+    assert Int8Linear(layer)(torch.randn(5, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make", [sru, transformer_xl])
+def test_tokens_are_rounded_by_themselves(make: object) -> None:
+    torch.manual_seed(0)
+    model = int8(make())  # type: ignore[operator]
+    tokens_BT = torch.randint(0, 11, (2, 9))
+    with torch.inference_mode():
+        together_BTV = model(tokens_BT)[0]
+        alone_BTV = torch.cat([model(row_BT)[0] for row_BT in tokens_BT.split(1)])
+    torch.testing.assert_close(together_BTV, alone_BTV, rtol=0.02, atol=0.02)
+    stream = open_stream(model)
+    streamed_BTV = torch.cat([stream.feed(column_BT) for column_BT in tokens_BT.split(1, dim=1)], 1)
+    # the first tokens, before memory runs full
+    torch.testing.assert_close(streamed_BTV[:, :5], together_BTV[:, :5], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("make", [sru, transformer_xl])
+def test_the_original_stays_as_it_is(make: object) -> None:
+    model: nn.Module = make()  # type: ignore[operator]
+    before = copy.deepcopy(model.state_dict())
+    small = int8(model)
+    assert not any(type(module) is nn.Linear for module in small.modules())
+    assert any(type(module) is nn.Linear for module in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    tokens_BT = torch.randint(0, 11, (1, 6))
+    with torch.inference_mode():
+        want_BTV, got_BTV = model(tokens_BT)[0], small(tokens_BT)[0]
+    assert (got_BTV - want_BTV).norm() < 0.05 * want_BTV.norm()
+    assert not torch.equal(got_BTV, want_BTV)
+
+
+def test_a_layer_that_is_used_twice_stays_one() -> None:
+    layer = nn.Linear(4, 4)
+    small = int8(nn.Sequential(layer, nn.ReLU(), layer))
+    assert isinstance(small, nn.Sequential)
+    assert small[0] is small[2]
+    alone = int8(layer)
+    assert isinstance(alone, Int8Linear)
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_stays_as_it_is() -> None:
+    table, projection = nn.Embedding(7, 3), nn.Linear(3, 8, bias=False)
+    head = LowRankHead(table, projection)
+    small = int8(nn.Sequential(nn.Linear(8, 8), head))
+    h_BD = torch.randn(2, 8)
+    assert small(h_BD).shape == (2, 7)
+    assert isinstance(small[1], LowRankHead)
+    assert torch.equal(small[1](h_BD), head(h_BD))
+
+
+def test_code_that_asks_for_a_dtype_gets_that_of_the_activations() -> None:
+    assert int8(nn.Linear(4, 4)).weight.dtype == torch.float32
+
+
+def test_a_model_elsewhere_or_without_layers_is_refused() -> None:
+    with pytest.raises(rw.RankwiseError, match="needs a model on the CPU, but weight is on meta instead"):
+        int8(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(rw.RankwiseError, match="needs a model with linear layers, but ReLU has none that can be"):
+        int8(nn.ReLU())
+
+
+def test_a_processor_without_the_instructions_gets_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "can_multiply_bytes", lambda: False)
+    with pytest.warns(RuntimeWarning, match="smaller here, but not faster"):
+        int8(nn.Linear(2, 2))
