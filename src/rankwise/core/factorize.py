@@ -137,6 +137,7 @@ def _square_root(inputs_II: Tensor | None, damping: float) -> tuple[Tensor | Non
 
 def _damped(inputs_II: Tensor, damping: float) -> Tensor:
     """C + damping * mean(diag C), in double precision."""
-    damped = inputs_II.double()
-    mean = damped.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
-    return damped + torch.eye(len(damped), dtype=torch.float64, device=damped.device) * (damping * mean)
+    damped = inputs_II.to(torch.float64, copy=True)
+    diagonal = damped.diagonal()
+    diagonal += damping * diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    return damped

@@ -38,7 +38,7 @@ class Calibration:
     """Windows, at equal distances in the text."""
     window: int = 256
     """Tokens of a window."""
-    loss_window: int = 64
+    loss_window: int = 48
     """Tokens at the start of a window by which gradients are measured: they take far more memory."""
 
     def __post_init__(self) -> None:
