@@ -39,6 +39,12 @@ def test_chosen_rows_span_the_others_with_bounded_coefficients(size: tuple[int, 
     torch.testing.assert_close(torch.cat([p[chosen], coefficients @ p[chosen]])[places], p, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_coefficients_are_bounded_where_elimination_alone_leaves_larger_ones(seed: int) -> None:
+    p = draw(300, 60, seed)
+    assert choose_rows(p).coefficients.abs().max() <= BOUND
+
+
 @pytest.mark.parametrize("true_rank", [0, 1, 3])
 def test_a_matrix_of_lower_rank_than_it_is_given_is_exact_too(true_rank: int) -> None:
     """Dead components, or a pair that was never of full rank."""
