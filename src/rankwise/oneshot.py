@@ -31,7 +31,7 @@ from rankwise.methods.base import dense_weight
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, planned
 
-SHARE = 0.1
+SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
 """Nor are they held to less than this."""
@@ -143,6 +143,7 @@ def _choose(
         curve = curves[site.name]
         energy = svd(dense_weight(source(model, site)), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
+        trim()
     ordered = [scores[name] for name in curves]
     chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
     return dict(zip(curves, chosen, strict=True))

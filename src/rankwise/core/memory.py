@@ -11,6 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 
+M_MMAP_THRESHOLD = -3
+"""glibc's number of the setting."""
+
+
 def trim() -> None:
     """Let the C library return what was freed.
 
@@ -20,6 +24,16 @@ def trim() -> None:
     library = _libc()
     if library is not None:
         library.malloc_trim(0)
+
+
+def return_large_blocks() -> None:
+    """Let the C library hand blocks of a megabyte or more back at once, in all of this process.
+
+    Else it learns from the sizes it sees to keep ever larger ones, tens of megabytes in all, for later.
+    """
+    library = _libc()
+    if library is not None:
+        library.mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def drop_pages(tensor: Tensor) -> None:
