@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-
 M_MMAP_THRESHOLD = -3
 """glibc's number of the setting."""
 
