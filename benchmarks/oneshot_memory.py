@@ -1,7 +1,7 @@
 """Peak memory of `rankwise compress`: `python benchmarks/oneshot_memory.py MODEL TEXT [--windows N]`.
 
-The largest resident memory of a process that compresses, and of one that only imports the same packages, both in units
-of the model's weights as they are loaded. The number of windows changes the time and not the memory.
+The largest resident memory of a process that compresses, with and without that of one that only imports the same
+packages, in units of the model's weights as they are loaded. The number of windows changes the time and not the memory.
 """
 
 from __future__ import annotations
