@@ -29,7 +29,7 @@ from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
 from rankwise.methods.base import dense_weight
 from rankwise.methods.svd import Svd
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import account_of, check_arguments, planned
 
 SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
@@ -65,6 +65,8 @@ def compress(
         rank_multiple: keep ranks at multiples of this number, for hardware.
         in_place: `model` itself becomes small, in little more memory than it takes already.
     """
+    init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
+    check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
     if loss is not None and calibration is None:
         raise RankwiseError(
             "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
