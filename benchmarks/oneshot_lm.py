@@ -62,7 +62,7 @@ def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -
         rw.Budget(removed=removed),
         [{"input_ids": window[None]} for window in windows],
         loss=sampled_loss(),
-        loss_batches=[{"input_ids": window[None, :64]} for window in windows],
+        loss_batches=[{"input_ids": window[None, : Calibration.loss_window]} for window in windows],
         plan=plan_of(model, embeddings=False, exclude=()),
         layout=layout,
     )

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         SPEC.build,
         {"method": "fac", "anneal_steps": 10},
         TypeError,
-        "fac has no setting `anneal_steps`. It takes: none.",
+        "fac has no setting `anneal_steps`. It takes: layout.",
     ),
     "a missing setting": (
         SPEC.build,

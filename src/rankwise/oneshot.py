@@ -23,15 +23,15 @@ from rankwise.core.choice import ranked_counts
 from rankwise.core.factorize import Moments, svd
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix
-from rankwise.core.memory import trim
+from rankwise.core.memory import drop_pages, trim
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
 from rankwise.methods.base import dense_weight
 from rankwise.methods.svd import Svd
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import account_of, check_arguments, planned
 
-SHARE = 0.15
+SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
 """Nor are they held to less than this."""
@@ -63,8 +63,10 @@ def compress(
         plan: which matrices are compressed; by default every linear layer and embedding.
         layout: how a matrix of low rank is stored, see `rankwise.methods.representations.Factorized`.
         rank_multiple: keep ranks at multiples of this number, for hardware.
-        in_place: `model` itself becomes small, and never takes half as much memory again.
+        in_place: `model` itself becomes small, in little more memory than it takes already.
     """
+    init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
+    check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
     if loss is not None and calibration is None:
         raise RankwiseError(
             "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
@@ -143,6 +145,7 @@ def _choose(
         curve = curves[site.name]
         energy = svd(dense_weight(source(model, site)), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
+        trim()
     ordered = [scores[name] for name in curves]
     chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
     return dict(zip(curves, chosen, strict=True))
@@ -164,6 +167,7 @@ def _shrink(
         # as many components, most first, as a pair of no more parameters has
         matrix.pivot, kept = False, kept[: curve(rank) // curve.per_component]
     export = matrix.export(kept, None)
+    old = found.tensors
     del found, factors, matrix
     # an output layer is tied to its embedding, so that one is made first
     for use in sorted(site.uses, key=lambda use: not use.is_embedding):
@@ -174,4 +178,7 @@ def _shrink(
             become(module, export.as_embedding(words.padding_idx))
         else:
             become(module, export.as_linear(bias_of(module, use)))
+    for tensor in old:
+        drop_pages(tensor)
+    del old
     trim()

@@ -60,7 +60,7 @@ class Pruner:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        _check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        check_arguments(model, budget, init, calibration, rank_multiple, seed)
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
@@ -229,9 +229,10 @@ def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[
     return lambda site, weight, rank: factorize.svd(weight, rank, moments.get(site.name))
 
 
-def _check_arguments(
+def check_arguments(
     model: nn.Module, budget: Budget, init: Init, calibration: Iterable[Any] | None, rank_multiple: int, seed: int
 ) -> None:
+    """Refuse what no method can work with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if not isinstance(budget, Budget):

@@ -595,3 +595,15 @@ def test_a_layer_that_cannot_be_is_refused(
     layers[name].update(change)
     edited(tmp_path / "small", layers=layers)
     refused(tmp_path / "small", build(), f"{name}.* was saved as")
+
+
+@pytest.mark.parametrize("value", [0, 999])
+def test_places_that_are_no_order_are_refused(tmp_path: Path, value: int) -> None:
+    small = rw.compress(mlp(), rw.Budget(removed=0.3), layout="pivot")
+    save(small, tmp_path / "small")
+    path = tmp_path / "small" / "model.safetensors"
+    tensors = load_file(path)
+    (name, *_) = [name for name in tensors if name.endswith("places")]
+    tensors[name][:2] = value
+    save_file(tensors, path)
+    refused(tmp_path / "small", mlp(), "the places of .* must be an order of its outputs. Save the model again")

@@ -186,7 +186,7 @@ def test_tying_weights_again_changes_nothing(family: str, tmp_path: Path) -> Non
         assert rw.count(model) == size
 
 
-@pytest.mark.parametrize("method", ["flop-l0", "np-l0", "agp"])
+@pytest.mark.parametrize("method", ["flop-l0", "np-l0", "agp", "svd pivot"])
 @pytest.mark.parametrize("family", ["bert-mlm", "distilbert", "llama", "qwen2", "t5"])
 def test_a_compact_model_takes_another_vocabulary(family: str, method: str, tmp_path: Path) -> None:
     for words in (WORDS + 4, WORDS - 5):

@@ -55,10 +55,7 @@ def compress(options: Options) -> None:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     calibration = None
     if options.calibration is not None:
-        window = min(options.window, 64)
-        calibration = Calibration(
-            file=options.calibration, num_windows=options.windows, window=options.window, loss_window=window
-        )
+        calibration = Calibration(file=options.calibration, num_windows=options.windows, window=options.window)
     size = compress_pretrained(
         options.model,
         budget,

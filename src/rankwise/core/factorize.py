@@ -13,6 +13,8 @@ from torch import Tensor
 
 ROWS = 4096
 """Rows of W that are held in double precision at a time."""
+COLUMNS = 256
+"""Rows of C that are."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _from_outputs(
     weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     weighted = weight.double() if rows_O is None else weight.double() * rows_O.sqrt().unsqueeze(1)
-    spread = weighted if inputs_II is None else weighted @ _damped(inputs_II, damping)
+    spread = weighted if inputs_II is None else _times_damped(weighted, inputs_II, damping)
     energy, vectors, d = _largest(spread @ weighted.t(), rank)
     p_OR = vectors * d if rows_O is None else vectors * d / rows_O.sqrt().unsqueeze(1)
     return p_OR, (vectors / d).t() @ weighted, energy
@@ -135,8 +137,22 @@ def _square_root(inputs_II: Tensor | None, damping: float) -> tuple[Tensor | Non
     return vectors * root, vectors.t() / root.unsqueeze(1)
 
 
+def _times_damped(weight_OI: Tensor, inputs_II: Tensor, damping: float) -> Tensor:
+    """W times the damped C, of which a few rows at a time are held in double precision."""
+    product = weight_OI * (damping * _mean_diagonal(inputs_II))
+    for start in range(0, len(inputs_II), COLUMNS):
+        part = slice(start, start + COLUMNS)
+        product.addmm_(weight_OI[:, part], inputs_II[part].double())
+    return product
+
+
+def _mean_diagonal(inputs_II: Tensor) -> Tensor:
+    mean: Tensor = inputs_II.diagonal().double().mean()
+    return mean.clamp(min=torch.finfo(torch.float64).tiny)
+
+
 def _damped(inputs_II: Tensor, damping: float) -> Tensor:
     """C + damping * mean(diag C), in double precision."""
-    damped = inputs_II.double()
-    mean = damped.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
-    return damped + torch.eye(len(damped), dtype=torch.float64, device=damped.device) * (damping * mean)
+    damped = inputs_II.to(torch.float64, copy=True)
+    damped.diagonal().add_(damping * _mean_diagonal(inputs_II))
+    return damped

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.memory import return_large_blocks, trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.errors import CheckpointError, DataError, PlanError, RankwiseError
 from rankwise.hf.pretrained import check_target, save_pretrained
@@ -38,7 +40,7 @@ class Calibration:
     """Windows, at equal distances in the text."""
     window: int = 256
     """Tokens of a window."""
-    loss_window: int = 64
+    loss_window: int = 32
     """Tokens at the start of a window by which gradients are measured: they take far more memory."""
 
     def __post_init__(self) -> None:
@@ -73,8 +75,12 @@ def compress_pretrained(
     """
     target = Path(out).resolve()
     check_target(target, overwrite)
-    tokenizer = load_tokenizer(model, needed=calibration is not None)
-    windows = None if calibration is None else text_windows(tokenizer, calibration)
+    return_large_blocks()
+    windows = None
+    if calibration is not None:
+        # it is read again when all is done: meanwhile its memory may be needed
+        windows = text_windows(load_tokenizer(model, needed=True), calibration)
+        trim()
     found = load_model(model)
     plan = plan_of(found, embeddings=embeddings, exclude=exclude)
     account = account_of(found, plan, Svd(layout=layout), budget, trained=True)
@@ -84,10 +90,26 @@ def compress_pretrained(
         data["calibration"] = [{"input_ids": window.unsqueeze(0)} for window in windows]
         data["loss_batches"] = [{"input_ids": window[None, : calibration.loss_window]} for window in windows]
         data["loss"] = sampled_loss()
-    compress(found, budget, plan=plan, layout=layout, in_place=True, **data)
+    with _without_cache(found):
+        compress(found, budget, plan=plan, layout=layout, in_place=True, **data)
     size = SizeReport(account.dense, budget.resolve(account), count(found), count(found), account.prunable)
+    tokenizer = load_tokenizer(model, needed=False)
     save_pretrained(found, target, tokenizer=tokenizer, size=size, base_model=model, overwrite=overwrite)
     return size
+
+
+@contextmanager
+def _without_cache(model: PreTrainedModel) -> Iterator[None]:
+    """What a model remembers for generating text takes memory, and nobody asks for it here."""
+    config = model.config.get_text_config()
+    if not hasattr(config, "use_cache"):
+        yield
+        return
+    asked, config.use_cache = config.use_cache, False
+    try:
+        yield
+    finally:
+        config.use_cache = asked
 
 
 def load_model(name: str) -> PreTrainedModel:
