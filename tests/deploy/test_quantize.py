@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.deploy import quantize
-from rankwise.deploy.quantize import Int8Linear, int8
+from rankwise.deploy.quantize import BFloat16Linear, Int8Linear, bfloat16, int8
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 from rankwise.models.stream import open_stream
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.modules import LowRankHead
 
-pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
+pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions")
 
 
 def sru() -> nn.Module:
@@ -139,3 +140,27 @@ def test_a_processor_without_the_instructions_gets_a_word(monkeypatch: pytest.Mo
     monkeypatch.setattr(quantize, "can_multiply_bytes", lambda: False)
     with pytest.warns(RuntimeWarning, match="smaller here, but not faster"):
         int8(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_bfloat16_layer_multiplies_rounded_inputs_by_rounded_weights(bias: bool) -> None:
+    layer = nn.Linear(70, 33, bias=bias)
+    x_NI = torch.randn(20, 70)
+    want_NO = x_NI.bfloat16().double() @ layer.weight.detach().bfloat16().double().t()
+    # the sum itself is rounded to eight bits; the bias is added after that
+    got_NO = BFloat16Linear(layer)(x_NI).double() - (layer.bias.detach().double() if bias else 0)
+    torch.testing.assert_close(got_NO, want_NO, rtol=2**-8, atol=1e-2)
+
+
+@pytest.mark.parametrize("make", [sru, transformer_xl])
+def test_a_bfloat16_model_is_close_and_the_original_untouched(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    tokens = torch.randint(11, (2, 9))
+    small = bfloat16(model)
+    with torch.inference_mode():
+        want, got = model(tokens)[0], small(tokens)[0]
+    assert (got - want).norm() < 0.05 * want.norm()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    linear = [module for module in small.modules() if type(module) is nn.Linear]
+    assert not linear

@@ -159,7 +159,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     message: str,
 ) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = sorted(path.name for path in place.iterdir())
     assert re.search(message, said(capsys, *words))
     assert sorted(path.name for path in place.iterdir()) == before

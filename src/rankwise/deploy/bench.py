@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import count
 from rankwise.deploy.engines import engine
 from rankwise.deploy.measure import time_together
-from rankwise.deploy.quantize import can_multiply_bytes, int8
+from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, can_multiply_bytes, int8
 from rankwise.errors import RankwiseError
 
 ALL = "all"
@@ -78,6 +78,8 @@ def bench(
     parameters = {name: count(model) for name, model in {**models, **peers}.items()}
     variants: dict[tuple[str, str], nn.Module] = {(name, "float32"): model.eval() for name, model in models.items()}
     more = {(name, "int8"): int8(model) for name, model in models.items()}
+    if can_multiply_bfloat16():
+        more |= {(name, "bfloat16"): bfloat16(model) for name, model in models.items()}
     more |= {(name, "float32"): model.eval() for name, model in peers.items()}
     rows = []
     for name in config.engines:

@@ -1,6 +1,6 @@
-"""int8 on a CPU: linear layers multiply bytes, four times as many at once as floats.
+"""int8 and bfloat16 on a CPU: linear layers multiply bytes, four times as many at once as floats, or halves.
 
-Weights are rounded per output, inputs per row as they come (a row is one token), both symmetrically:
+In int8 weights are rounded per output, inputs per row as they come (a row is one token), both symmetrically:
 
     y = s_x s_W (round(x / s_x) round(W / s_W)^T) + b,    s = max |.| / 127
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,34 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+class BFloat16Linear(nn.Module):
+    """A linear layer whose weight is bfloat16; it gives what it gets. It has no gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.register_buffer("weight", layer.weight.detach().bfloat16())
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
+
+    @torch.no_grad()
+    def forward(self, x_BI: Tensor) -> Tensor:
+        y_BO = F.linear(x_BI.bfloat16(), self.weight).to(x_BI.dtype)
+        return y_BO if self.bias is None else y_BO.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def bfloat16(model: nn.Module) -> nn.Module:
+    """A copy of `model` for inference on a CPU whose linear layers multiply in bfloat16; otherwise like `int8`."""
+    if not can_multiply_bfloat16():
+        _warn("bfloat16 (AVX512_BF16)")
+    return _multiplying(model, "bfloat16", BFloat16Linear)
+
+
 def int8(model: nn.Module) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in int8; `model` stays as it is.
 
@@ -85,24 +114,35 @@ def int8(model: nn.Module) -> nn.Module:
     own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds and cannot be
     saved: save the model, and quantize what was loaded.
     """
+    if not can_multiply_bytes():
+        _warn("int8 (VNNI)")
+    return _multiplying(model, "int8", Int8Linear)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"This processor has no instructions for {what}, or torch no oneDNN to use them: such a model is smaller here, "
+        "but not faster.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """A copy of `model` with every linear layer that can be made anew by `make`."""
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise RankwiseError(
-                f"int8 needs a model on the CPU, but {name} is on {parameter.device} instead. Move it: model.cpu()."
+                f"{what} needs a model on the CPU, but {name} is on {parameter.device} instead. Move it: model.cpu()."
             )
-    if not can_multiply_bytes():
-        warnings.warn(
-            "This processor has no instructions for int8 (VNNI), or torch no oneDNN to use them: an int8 model is "
-            "smaller here, but not faster.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     read = readers(model)
     layers = {id(m): m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and id(m) not in read}
     if not layers:
-        raise RankwiseError(f"int8 needs a model with linear layers, but {type(model).__name__} has none that can be.")
+        raise RankwiseError(
+            f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be."
+        )
     # what is already copied, `deepcopy` takes as it is: so tied layers stay one
-    copies: dict[int, object] = {key: Int8Linear(layer) for key, layer in layers.items()}
+    copies: dict[int, object] = {key: make(layer) for key, layer in layers.items()}
     quantized: nn.Module = copy.deepcopy(model, copies)
     if can_multiply_bfloat16():
         for module in quantized.modules():
