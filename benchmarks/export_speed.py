@@ -59,7 +59,7 @@ def engines(model: nn.Module, folder: Path, threads: int, int8: bool) -> Iterato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="60% of all alone, batch 1")
+    parser.add_argument("--quick", action="store_true", help="60%% of all alone, batch 1")
     parser.add_argument("--int8", action="store_true", help="ONNX Runtime and OpenVINO with 8 bits too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -36,6 +36,9 @@ def choose_rows(p_OK: Tensor) -> Pivots:
     which is there whatever the rank of P. Then, as long as a coefficient exceeds the bound, its two rows change
     places: each change multiplies the volume of the chosen rows by that coefficient, so there is an end.
     """
+    if p_OK.device.type == "cuda":
+        # elimination goes row by row, which is no work for a GPU
+        return Pivots(*(tensor.to(p_OK.device) for tensor in choose_rows(p_OK.cpu())))
     num_rows, rank = p_OK.shape
     assert rank <= num_rows
     basis = torch.linalg.qr(p_OK.detach().double()).Q
