@@ -77,6 +77,24 @@ def test_the_ten_minute_table_is_the_recorded_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
+def test_the_table_of_speeds_is_the_recorded_one() -> None:
+    with (ROOT / "benchmarks/results.csv").open() as file:
+        # the last run of a case counts
+        rows = {(row["benchmark"], row["case"]): row for row in csv.DictReader(file)}
+    for benchmark, case, median in section("speed"):
+        row = rows[benchmark, case]
+        value = float(row["value"])
+        assert median == (f"{value / 1e6:.2f}M" if row["unit"] == "characters/s" else f"{value:.2f}x")
+
+
+def test_the_one_shot_table_is_the_recorded_one() -> None:
+    record = json.loads((ROOT / "results/oneshot-smollm2.json").read_text())
+    found = {(f"{row['parameters']:,}", f"{row['perplexity']:,.1f}") for row in record["rows"]}
+    shown = [(parameters, perplexity) for _, parameters, perplexity in section("one-shot")]
+    assert len(shown) == len(set(shown)) == 4
+    assert set(shown) <= found
+
+
 def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
