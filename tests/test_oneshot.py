@@ -152,14 +152,13 @@ def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.Monk
 def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted while data run through: the model, and no more moments than a share of it."""
     monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    # what other tests have left behind need not be looked at again and again
+    gc.collect()
+    gc.freeze()
     layers = [nn.Linear(64, 64, bias=False) for _ in range(24)]
     model = nn.Sequential(*layers)
     size = sum(p.numel() * 4 for p in model.parameters())
     most = 0
-
-    # what the other tests have left behind need not be looked at again and again
-    gc.collect()
-    gc.freeze()
 
     def bytes_held() -> int:
         found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]

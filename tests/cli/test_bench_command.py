@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from rankwise.cli.app import run
+from rankwise.deploy.quantize import can_multiply_bfloat16
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
+PRECISIONS = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
 QUICK = ["--batch", "1", "--threads", "1", "--repeats", "2", "--length", "5"]
 
 
@@ -29,8 +31,8 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((folder / "record.json").read_text())
     found = answer(capsys, str(folder))
-    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0"] * 2
-    assert {row["precision"] for row in found["rows"]} == {"float32", "int8"}
+    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0"] * len(PRECISIONS)
+    assert {row["precision"] for row in found["rows"]} == set(PRECISIONS)
     sizes = {row["model"]: row["parameters"] for row in found["rows"]}
     assert sizes == {row["name"]: row["parameters"] for row in before["rows"]}
     after = json.loads((folder / "record.json").read_text())
@@ -46,9 +48,9 @@ def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_s
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [row["model"] for row in answer(capsys, str(folder / "flop-l0"))["rows"]]
-    assert names == ["dense", "flop-l0"] * 2
+    assert names == ["dense", "flop-l0"] * len(PRECISIONS)
     rows = answer(capsys, str(folder / "flop-l0" / "model"))["rows"]
-    assert [row["model"] for row in rows] == ["dense, fresh weights", "flop-l0"] * 2
+    assert [row["model"] for row in rows] == ["dense, fresh weights", "flop-l0"] * len(PRECISIONS)
     assert rows[0]["parameters"] > rows[1]["parameters"]
 
 
@@ -106,5 +108,5 @@ def test_a_hugging_face_folder_is_timed(tmp_path: Path, capsys: pytest.CaptureFi
     compact = rw.compress(transformers.GPT2LMHeadModel(config), rw.Budget(removed=0.3))
     save_pretrained(compact, tmp_path / "small")
     rows = answer(capsys, str(tmp_path / "small"))["rows"]
-    assert [row["model"] for row in rows] == ["dense, fresh weights", "small"] * 2
+    assert [row["model"] for row in rows] == ["dense, fresh weights", "small"] * len(PRECISIONS)
     assert rows[1]["parameters"] == rw.count(compact) < rows[0]["parameters"]

@@ -13,6 +13,7 @@ from rankwise.deploy import engines
 from rankwise.deploy.bench import BenchConfig, bench, remarks
 from rankwise.deploy.engines import Engine, engine
 from rankwise.deploy.peer import released_sru
+from rankwise.deploy.quantize import can_multiply_bfloat16
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
 
@@ -40,11 +41,12 @@ def test_every_case_has_a_row_of_every_model() -> None:
     rows = bench({"dense": Model(9), "compact": Model(2)}, config, tokens, peers={"other": Model(5)}, tell=told.append)
     assert torch.get_num_threads() == before
     assert told == ["torch, batch 1 x 3, 1 thread", "torch, batch 2 x 3, 1 thread"]
-    names = [("dense", "float32"), ("compact", "float32"), ("dense", "int8"), ("compact", "int8"), ("other", "float32")]
+    precisions = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
+    names = [(name, precision) for precision in precisions for name in ("dense", "compact")] + [("other", "float32")]
     assert [(row["model"], row["precision"]) for row in rows] == 2 * names
-    assert [row["batch"] for row in rows] == [1] * 5 + [2] * 5
+    assert [row["batch"] for row in rows] == [1] * len(names) + [2] * len(names)
     assert rows[0]["parameters"] == rw.count(Model(9))
-    for case in (rows[:5], rows[5:]):
+    for case in (rows[: len(names)], rows[len(names) :]):
         assert case[0]["speed"] == 1
         for row in case:
             ratio = case[0]["milliseconds"]["median"] / row["milliseconds"]["median"]
