@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rankwise.kernels import cpu_attention
+from rankwise.kernels.relative_attention import cpu
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 from rankwise.models.stream import open_stream
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -62,7 +62,7 @@ def test_a_stream_is_the_model_with_its_state_carried_along(kind: str, lengths: 
 def test_inference_is_training_without_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively(kind)
     # several blocks, the last one not full
-    monkeypatch.setattr(cpu_attention, "BLOCK", 4)
+    monkeypatch.setattr(cpu, "BLOCK", 4)
     tokens_BT = torch.randint(0, V, (2, 11))
     want_BTV, state = model(tokens_BT)
     want_next_BTV, _ = model(tokens_BT, state)

@@ -5,8 +5,6 @@ A run's record keeps what was found, in `record.json` under "bench".
 
 from __future__ import annotations
 
-import importlib
-import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -103,19 +101,11 @@ def _num_words(models: nn.Module | dict[str, nn.Module]) -> int:
 
 
 def _of_hugging_face(folder: Path) -> Found:
-    try:
-        import transformers
-    except ImportError:
-        raise RankwiseError(
-            f'{folder} holds a Hugging Face model, which needs transformers. Install it: pip install "rankwise[hf]".'
-        ) from None
-    kinds = json.loads((folder / HUGGING_FACE).read_bytes()).get("architectures") or []
-    kind = getattr(transformers, kinds[0], None) if kinds else None
-    if kind is None:
-        raise CheckpointError(
-            f"{folder / HUGGING_FACE} must name an architecture that transformers has, but names {kinds}."
-        )
-    compact = kind.from_pretrained(folder, dtype=torch.float32)
-    skeleton = importlib.import_module("rankwise.hf.layout").skeleton_of(compact)
-    dense = type(compact)(skeleton.config)
+    from rankwise.hf.loading import open_folder
+
+    compact: Any = open_folder(folder).float()
+    # after it, for it says what is missing where transformers is not installed
+    from rankwise.hf.layout import skeleton_of
+
+    dense = type(compact)(skeleton_of(compact).config)
     return Found({"dense, fresh weights": dense, folder.name: compact}, compact.config.vocab_size, LENGTH, None)

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.kernels import cpu_attention, embedding, linear, norm, relu
+from rankwise.kernels import embedding, linear, norm, relu
 from rankwise.kernels.device import can_fuse
 from rankwise.kernels.linear import half_dtype
+from rankwise.kernels.relative_attention import cpu
 
 Memory = tuple[Tensor, ...]
 """The last inputs of each layer, (B, at most `memory_length`, D) a layer, detached.
@@ -123,7 +124,7 @@ class RelativeAttention(nn.Module):
         content_BTHE = self.heads(q_BTA + positions.content_bias_A.to(q_BTA.dtype))
         position_BTHE = self.heads(q_BTA + positions.position_bias_A.to(q_BTA.dtype))
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
-        if cpu_attention.can_run(x_BSD) and not (self.training and self.dropout):
+        if cpu.can_run(x_BSD) and not (self.training and self.dropout):
             keys_values = self.heads(k_BSA), self.heads(v_BSA)
             y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
             y: Tensor = self.out(y_BTA)
@@ -178,7 +179,7 @@ class RelativeAttention(nn.Module):
         inputs = (content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE)
         if self.inference_dtype is not None:
             inputs = tuple(x.to(self.inference_dtype) for x in inputs)  # type: ignore[assignment]
-        return cpu_attention.relative_attention(*inputs, reach).flatten(2).to(dtype)
+        return cpu.relative_attention(*inputs, reach).flatten(2).to(dtype)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
