@@ -22,11 +22,7 @@ from torch import Tensor, nn
 
 from rankwise.adapters.readers import readers
 from rankwise.errors import RankwiseError
-
-LARGEST = 127
-SHIFT = 128
-"""oneDNN multiplies unsigned inputs by signed weights, so inputs are moved up. (It takes signed ones as well, by plain
-loops a thousand times slower.)"""
+from rankwise.kernels import rows
 
 
 class Int8Linear(nn.Module):
@@ -43,7 +39,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight_OI = layer.weight.detach().float()
-        scale_O = _scale(weight_OI)
+        scale_O = rows.scales(weight_OI)
         self.register_buffer("weight_OI", (weight_OI / scale_O).round_().to(torch.int8))
         self.register_buffer("weight", layer.weight.detach().new_empty(0), persistent=False)
         self.register_buffer("scale", scale_O.flatten())
@@ -55,25 +51,22 @@ class Int8Linear(nn.Module):
     def forward(self, x_BI: Tensor) -> Tensor:
         x_NI = x_BI.reshape(-1, self.in_features)
         x_NI = x_NI if x_NI.dtype == torch.float32 else x_NI.float()
-        scale_N1 = _scale(x_NI)
-        # the conversion to unsigned bytes is several times slower than this one; flipping the first bit adds 128
-        bytes_NI = (x_NI * (1 / scale_N1)).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(SHIFT)
-        y_NO = (self._fast if can_multiply_bytes() else self._plain)(bytes_NI).mul_(scale_N1)
-        if self.bias is not None:
-            y_NO += self.bias
+        bytes_NI, scale_N1 = rows.round_rows(x_NI)
+        y_NO = (self._fast if can_multiply_bytes() else self._plain)(bytes_NI)
+        y_NO = rows.scale_rows_(y_NO, scale_N1, self.bias)
         return y_NO.to(x_BI.dtype).view(*x_BI.shape[:-1], self.out_features)
 
     def _fast(self, bytes_NI: Tensor) -> Tensor:
         if self._packed is None:
             self._packed = torch.ops.onednn.qlinear_prepack(self.weight_OI, None)
         y_NO: Tensor = torch.ops.onednn.qlinear_pointwise(
-            bytes_NI, 1.0, SHIFT, self._packed, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
+            bytes_NI, 1.0, rows.SHIFT, self._packed, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return y_NO
 
     def _plain(self, bytes_NI: Tensor) -> Tensor:
         """The same numbers: products of bytes, and sums of a thousand of them, are exact in float32."""
-        return F.linear(bytes_NI.float() - SHIFT, self.weight_OI.float()) * self.scale
+        return F.linear(bytes_NI.float() - rows.SHIFT, self.weight_OI.float()) * self.scale
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -164,9 +157,3 @@ def can_multiply_bfloat16() -> bool:
 def _has_vnni() -> bool:
     # without these instructions oneDNN may saturate sums of two products
     return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
-
-
-def _scale(x_NI: Tensor) -> Tensor:
-    """Of each row, (N, 1); a row of zeros has some scale too."""
-    low_N1, high_N1 = x_NI.amin(-1, keepdim=True), x_NI.amax(-1, keepdim=True)
-    return torch.maximum(-low_N1, high_N1).div_(LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -175,11 +175,8 @@ class RelativeAttention(nn.Module):
         reach: int | None,
     ) -> Tensor:
         """What the queries find, (B, T, A), by the kernel for inference on a CPU."""
-        dtype = content_BTHE.dtype
-        inputs = (content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE)
-        if self.inference_dtype is not None:
-            inputs = tuple(x.to(self.inference_dtype) for x in inputs)  # type: ignore[assignment]
-        return cpu.relative_attention(*inputs, reach).flatten(2).to(dtype)
+        y_BTHE = cpu.relative_attention(content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE, reach, self.inference_dtype)
+        return y_BTHE.flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""

@@ -2,21 +2,30 @@
 
 Per head and block, position scores are written by one product in the layout that makes them content scores' addend
 (see `rankwise.models.transformer_xl.by_key`), content scores are added by a second, and keys that no query of the
-block may see are never multiplied. Nothing is kept for a backward pass.
+block may see are never multiplied. Nothing is kept for a backward pass. Many queries go through `cpu.c`, few through
+products of torch.
 
 Shapes: B = batch, T = queries, S = keys, M = S - T, L = S + 1 distances, H = heads, E = head width.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rankwise.kernels import native
+
 BLOCK = 128
 """Queries of a block: with 1,024 keys half a megabyte of scores."""
+MANY = 24
+"""Queries that are worth laying out keys and values for."""
+
+_SOURCE = Path(__file__).with_name("cpu.c")
 
 
 def can_run(x: Tensor) -> bool:
@@ -36,13 +45,72 @@ def relative_attention(
     v_BSHE: Tensor,
     r_LHE: Tensor,
     reach: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """softmax_j((content_i . k_j + position_i . r_{M+i-j}) / sqrt(E)) v_j over keys j <= M + i, (B, T, H, E).
 
     Args:
         r_LHE: by distance, from S down to 0.
         reach: the number of keys that a query sees at most.
+        dtype: what is multiplied, where that is not the dtype of the inputs.
     """
+    dtype = dtype or content_BTHE.dtype
+    by_c = content_BTHE.shape[1] >= MANY and _can_run_c(dtype)
+    inputs = [x.to(torch.float32 if by_c else dtype) for x in (content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE)]
+    y_BTHE = _by_c(inputs, reach, half=dtype == torch.bfloat16) if by_c else _by_torch(inputs, reach)
+    return y_BTHE.to(content_BTHE.dtype)
+
+
+def _can_run_c(dtype: torch.dtype) -> bool:
+    if dtype not in (torch.float32, torch.bfloat16) or not native.is_ready(_SOURCE, "relative attention"):
+        return False
+    return dtype == torch.float32 or bool(native.library(_SOURCE).relative_attention_has_half())
+
+
+class _Strided(ctypes.Structure):
+    """`Strided` of `cpu.c`."""
+
+    _fields_ = (("p", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("b", "row", "h")))
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of `cpu.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("B", "T", "S", "H", "E", "reach", "half")),
+        ("scale", ctypes.c_float),
+        *((name, _Strided) for name in ("content", "position", "k", "v", "r", "y")),
+        *((name, ctypes.c_void_p) for name in ("panels", "values", "rooms")),
+        ("room", ctypes.c_long),
+    )
+
+
+def _by_c(inputs: list[Tensor], reach: int | None, *, half: bool) -> Tensor:
+    content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE = inputs
+    size_B, size_T, size_H, size_E = content_BTHE.shape
+    size_S = k_BSHE.shape[1]
+    y_BTHE = content_BTHE.new_empty(content_BTHE.shape)
+    # a dense copy must live until the call is over
+    tensors = [content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE[None], y_BTHE]
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    strided = [_Strided(x.data_ptr(), *x.stride()[:-1]) for x in tensors]
+    sizes = (size_B, size_T, size_S, size_H, size_E)
+    arguments = _Arguments(*sizes, size_S if reach is None else reach, half, 1 / math.sqrt(size_E), *strided)
+
+    library, num_threads = native.library(_SOURCE), torch.get_num_threads()
+    needed = (ctypes.c_long * 3)()
+    library.relative_attention_sizes(ctypes.byref(arguments), needed)
+    panels, values, arguments.room = needed
+    room = content_BTHE.new_empty(panels + values + num_threads * arguments.room)
+    arguments.panels = room.data_ptr()
+    arguments.values = arguments.panels + panels * room.itemsize
+    arguments.rooms = arguments.values + values * room.itemsize
+    library.relative_attention(ctypes.byref(arguments), native.parallel(), num_threads)
+    return y_BTHE
+
+
+def _by_torch(inputs: list[Tensor], reach: int | None) -> Tensor:
+    content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE = inputs
     size_B, size_T, size_H, size_E = content_BTHE.shape
     size_M = k_BSHE.shape[1] - size_T
     scale = 1 / math.sqrt(size_E)

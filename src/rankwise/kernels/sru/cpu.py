@@ -1,4 +1,4 @@
-"""The SRU recurrence on a CPU: `cpu.c`, built by the machine's C compiler when it is first needed, as torch operators.
+"""The SRU recurrence on a CPU: `cpu.c` as torch operators.
 
 The forward pass keeps nothing for the backward pass, which computes the states again: so inference and training are one
 operator, and training holds no states. Threads are those of torch, as many as `torch.get_num_threads()`; their number
@@ -10,35 +10,20 @@ Shapes: those of `reference.py`.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankwise.files import cache_folder
+from rankwise.kernels import native
 from rankwise.kernels.sru import reference
 
 READY: bool
 """Whether the kernel could be built; found out when first asked for."""
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-# `contract`: ISO C would not fuse a * b + c. `errno`, `trapping`: so that loops with choices and divisions vectorize;
-# NaN and infinity stay what they are. `thread`: gcc would make a case of its own out of each side of a clamp.
-_FLAGS = ["-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"]
-_FLAGS += ["-fopenmp-simd", "-fPIC", "-shared"]
-
 # lanes of a block: long enough rows for the memory, short enough for the L1 cache
 _MAX_WIDTH, _MIN_WIDTH = 512, 64
 # what the backward pass keeps of a block should stay in the L2 cache
@@ -75,17 +60,7 @@ def __getattr__(name: str) -> Any:
     """`READY`, by building: torch.compile can read the attribute of a module where it could not follow a build."""
     if name != "READY":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        _library()
-        globals()[name] = True
-    except _BuildError as error:
-        globals()[name] = False
-        warnings.warn(
-            f"The fast SRU kernel for CPUs could not be built: {error}. Plain PyTorch takes its place: same results, "
-            "several times slower. Install a C compiler such as gcc, or name one in the environment variable CC.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    globals()[name] = native.is_ready(_SOURCE, "the SRU")
     return globals()[name]
 
 
@@ -216,82 +191,4 @@ def _run(function: str, scale: float, tensors: Mapping[str, Tensor | None]) -> N
     arguments = _Arguments(T, B, K, D, width, u_is_half, x_is_half, scale)
     for name, tensor in dense.items():
         setattr(arguments, name, tensor.data_ptr())
-    getattr(_library(), function)(ctypes.byref(arguments), _parallel(), num_threads)
-
-
-@cache
-def _parallel() -> ctypes.c_void_p | None:
-    """`GOMP_parallel` as torch itself finds it: a runtime of our own would be a second pool on the same cores."""
-    try:
-        # searched with all that it depends on, torch's OpenMP runtime among them
-        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
-    except (OSError, AttributeError):
-        return None
-
-
-class _BuildError(Exception):
-    pass
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """`cpu.c` as machine code for this processor: from the cache folder, or else built and left there."""
-    options = shlex.split(os.environ.get("CC", ""))
-    names = options[:1] or ["cc", "gcc", "clang"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise _BuildError(f"there is no C compiler ({' or '.join(names)}) on this machine")
-    command = [compiler, *options[1:]]
-    try:
-        built = cache_folder() / "kernels" / f"sru-{_fingerprint(command)}.so"
-        with suppress(OSError):
-            return ctypes.CDLL(str(built))
-        with _workshop(built.parent) as folder:
-            return _build(command, Path(folder), built)
-    except OSError as error:
-        raise _BuildError(str(error)) from None
-
-
-def _build(command: list[str], folder: Path, built: Path) -> ctypes.CDLL:
-    fresh = folder / built.name
-    # some compilers know no `native` for some processors
-    for flags in (["-march=native", *_FLAGS], _FLAGS):
-        run = subprocess.run(
-            [*command, *flags, "-o", str(fresh), str(_SOURCE)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        if run.returncode == 0:
-            break
-    else:
-        raise _BuildError(f"{command[0]} failed: {run.stderr.strip()[-500:]}")
-    try:
-        # at once, so that another process sees all of it or nothing
-        os.replace(fresh, built)
-    except OSError:
-        # what is loaded stays so when its file is gone
-        return ctypes.CDLL(str(fresh))
-    return ctypes.CDLL(str(built))
-
-
-def _workshop(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder to build in: in the cache, where a file can be moved into place, or else where temporary files go."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder)
-    except OSError:
-        return tempfile.TemporaryDirectory()
-
-
-def _fingerprint(command: list[str]) -> str:
-    """Differs wherever the machine code may: source, compiler, processor (a home folder may be shared by machines)."""
-    status = os.stat(os.path.realpath(command[0]))
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    except OSError:
-        processor = [platform.processor()]
-    parts = [_SOURCE.read_text(), *_FLAGS, *command, status.st_size, status.st_mtime_ns, platform.machine(), *processor]
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+    getattr(native.library(_SOURCE), function)(ctypes.byref(arguments), native.parallel(), num_threads)

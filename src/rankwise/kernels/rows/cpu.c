@@ -1,0 +1,96 @@
+/* Rows of floats as bytes and back: what stands around a product of bytes; `reference.py` says what it computes, `cpu.py` calls it. */
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { CHUNK = 16 }; /* rows of a task */
+
+typedef void Parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
+
+typedef struct {
+    long N, D, stride; /* rows, their length, and how far apart they begin */
+    float *p_x;
+    const float *p_bias; /* may be NULL */
+    float *p_scale;
+    uint8_t *p_bytes;
+} Arguments;
+
+typedef struct {
+    const Arguments *a;
+    atomic_long next_task;
+} Work;
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static long take_rows(Work *work, long *last) {
+    const long first = atomic_fetch_add(&work->next_task, 1) * CHUNK;
+    *last = first + CHUNK < work->a->N ? first + CHUNK : work->a->N;
+    return first;
+}
+
+static void round_tasks(void *data) {
+    Work *work = data;
+    const Arguments *a = work->a;
+    const long D = a->D;
+    for (long i, last; (i = take_rows(work, &last)) < a->N;) {
+        for (; i < last; i++) {
+            const float *restrict x = a->p_x + i * a->stride;
+            uint8_t *restrict bytes = a->p_bytes + i * D;
+            /* of numbers without a sign, larger ones have larger bits, and a NaN the largest */
+            uint32_t max_bits = 0;
+            _Pragma("omp simd reduction(max : max_bits)") for (long j = 0; j < D; j++) {
+                const uint32_t bits = bits_of(x[j]) & 0x7fffffff;
+                max_bits = bits > max_bits ? bits : max_bits;
+            }
+            float max;
+            memcpy(&max, &max_bits, sizeof max);
+            /* a row of zeros has some scale too */
+            const float scale = max / 127 < 0x1p-126f ? 0x1p-126f : max / 127, inverse = 1 / scale;
+            a->p_scale[i] = scale;
+            _Pragma("omp simd") for (long j = 0; j < D; j++) {
+                /* 1.5 * 2^23 + 128: adding it rounds to an integer, ties to even, and leaves it in the low bits */
+                bytes[j] = (uint8_t)bits_of(x[j] * inverse + 0x1.8001p23f);
+            }
+        }
+    }
+}
+
+static void scale_tasks(void *data) {
+    Work *work = data;
+    const Arguments *a = work->a;
+    for (long i, last; (i = take_rows(work, &last)) < a->N;) {
+        for (; i < last; i++) {
+            float *restrict x = a->p_x + i * a->stride;
+            const float *restrict bias = a->p_bias;
+            const float scale = a->p_scale[i];
+            if (bias) {
+                _Pragma("omp simd") for (long j = 0; j < a->D; j++) x[j] = x[j] * scale + bias[j];
+            } else {
+                _Pragma("omp simd") for (long j = 0; j < a->D; j++) x[j] *= scale;
+            }
+        }
+    }
+}
+
+static void run(void (*body)(void *), const Arguments *a, Parallel *parallel, unsigned num_threads) {
+    Work work = {.a = a};
+    if (parallel && num_threads > 1) {
+        parallel(body, &work, num_threads, 0);
+    } else {
+        body(&work);
+    }
+}
+
+/* parallel: GOMP_parallel of the OpenMP runtime that torch uses, so that both share its threads; may be NULL. */
+void round_rows(const Arguments *a, Parallel *parallel, unsigned num_threads) {
+    run(round_tasks, a, parallel, num_threads);
+}
+
+void scale_rows(const Arguments *a, Parallel *parallel, unsigned num_threads) {
+    run(scale_tasks, a, parallel, num_threads);
+}
