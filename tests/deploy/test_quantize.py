@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.deploy import quantize
-from rankwise.deploy.quantize import BFloat16Linear, Int8Linear, bfloat16, int8
+from rankwise.deploy.quantize import BFloat16Linear, bfloat16, int8
+from rankwise.kernels.int8 import layer as int8_layer
+from rankwise.kernels.int8.layer import Int8Linear
 from rankwise.models.sru import SRUConfig, SRULanguageModel
 from rankwise.models.stream import open_stream
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -46,12 +48,12 @@ def rounded(x_NI: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_layer_multiplies_rounded_inputs_by_rounded_weights(
     fast: bool, rows: int, inputs: int, outputs: int, bias: bool, size: float
 ) -> None:
-    if fast and not quantize.can_multiply_bytes():
+    if fast and not int8_layer.can_multiply_bytes():
         pytest.skip("this processor has no instructions for int8")
     layer = nn.Linear(inputs, outputs, bias=bias)
     x_NI = size * torch.randn(rows, inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantize, "can_multiply_bytes", lambda: fast)
+        patch.setattr(int8_layer, "can_multiply_bytes", lambda: fast)
         got_NO = Int8Linear(layer)(x_NI)
     (x, x_scale), (w, w_scale) = rounded(x_NI), rounded(layer.weight.detach())
     want_NO = x @ w.t() * x_scale * w_scale.t() + (layer.bias.detach().double() if bias else 0)

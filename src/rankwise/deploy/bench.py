@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from rankwise.core.budget import count
 from rankwise.deploy.engines import engine
 from rankwise.deploy.measure import time_together
-from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, can_multiply_bytes, int8
+from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError
+from rankwise.kernels.int8.layer import can_multiply_bytes
 
 ALL = "all"
 FAST = 2.0

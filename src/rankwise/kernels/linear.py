@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rankwise.kernels.device import can_fuse
+from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.modules import is_observed
 
 MULTIPLE = 8
@@ -108,13 +108,10 @@ def call(module: nn.Module, x_BI: Tensor) -> Tensor:
 def _suits_onednn(x_BI: Tensor, weight_OI: Tensor) -> bool:
     """Whether this is inference in float32 on a CPU, of enough rows to pay for the weight's new layout."""
     return (
-        x_BI.device.type == "cpu"
+        infers_on_cpu(x_BI)
         and x_BI.dtype == weight_OI.dtype == torch.float32
         and x_BI.numel() >= MIN_ROWS * weight_OI.shape[1] > 0
         and weight_OI.shape[0] > 0
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and HAS_ONEDNN
     )
 

@@ -51,7 +51,7 @@ def library(source: Path) -> ctypes.CDLL:
         raise _BuildError(f"there is no C compiler ({' or '.join(names)}) on this machine")
     command = [compiler, *options[1:]]
     try:
-        built = cache_folder() / "kernels" / f"{source.parent.name}-{_fingerprint(source, command)}.so"
+        built = cache_folder() / "kernels" / f"{source.parent.name}-{source.stem}-{_fingerprint(source, command)}.so"
         with suppress(OSError):
             return ctypes.CDLL(str(built))
         with _workshop(built.parent) as folder:
@@ -115,5 +115,14 @@ def _fingerprint(source: Path, command: list[str]) -> str:
         processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     except OSError:
         processor = [platform.processor()]
-    parts = [source.read_text(), *_FLAGS, *command, status.st_size, status.st_mtime_ns, platform.machine(), *processor]
+    sources = [source, *sorted(Path(__file__).parent.rglob("*.h"))]
+    parts = [
+        *(path.read_text() for path in sources),
+        *_FLAGS,
+        *command,
+        status.st_size,
+        status.st_mtime_ns,
+        platform.machine(),
+        *processor,
+    ]
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from rankwise.kernels import embedding, linear, norm
 from rankwise.kernels.device import can_fuse
-from rankwise.kernels.sru import sru
+from rankwise.kernels.sru import projected, sru
 from rankwise.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import is_observed, pair_of
 
@@ -108,7 +108,15 @@ class SRULayer(nn.Module):
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
-        return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
+        taken = None if self.training and self.dropout > 0 else projected.take_last(self.projection, x_TBN)
+        if taken is None:
+            return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
+        before, last = taken
+        y = x_TBN if self.norm is None else norm.call(self.norm, x_TBN)
+        for factor in before:
+            y = linear.call(factor, y)
+        c0_BD = x_TBN.new_zeros(x_TBN.shape[1], self.width) if c0_BD is None else c0_BD
+        return projected.sru(y, last, *self._given(x_TBN, c0_BD), self.scale)
 
     def project(self, x_TBN: Tensor) -> Tensor:
         """u = W norm(x), (T, B, K D)."""
@@ -123,9 +131,12 @@ class SRULayer(nn.Module):
         if self.training and self.dropout > 0:
             # not in the dtype of the layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
             mask_BD = F.dropout(torch.ones_like(c0_BD, dtype=torch.float32), self.dropout)
+        return u_TBKD, *self._given(x_TBN, c0_BD), mask_BD, self.scale
+
+    def _given(self, x_TBN: Tensor, c0_BD: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Highway, weights and biases of the gates, state before the first step."""
         highway_TBN = x_TBN if self.num_projections == 3 else None
-        weight_c_GD, bias_GD = self.weight_c.view(2, self.width), self.bias.view(2, self.width)
-        return u_TBKD, highway_TBN, weight_c_GD, bias_GD, c0_BD, mask_BD, self.scale
+        return highway_TBN, self.weight_c.view(2, self.width), self.bias.view(2, self.width), c0_BD
 
     def is_observed(self) -> bool:
         """Whether someone waits for this layer, or its norm, to be called."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.kernels import embedding, linear, norm, relu
-from rankwise.kernels.device import can_fuse
+from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
 from rankwise.kernels.relative_attention import cpu
 
@@ -124,7 +124,7 @@ class RelativeAttention(nn.Module):
         content_BTHE = self.heads(q_BTA + positions.content_bias_A.to(q_BTA.dtype))
         position_BTHE = self.heads(q_BTA + positions.position_bias_A.to(q_BTA.dtype))
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
-        if cpu.can_run(x_BSD) and not (self.training and self.dropout):
+        if infers_on_cpu(x_BSD) and not (self.training and self.dropout):
             keys_values = self.heads(k_BSA), self.heads(v_BSA)
             y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
             y: Tensor = self.out(y_BTA)

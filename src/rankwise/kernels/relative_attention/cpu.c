@@ -1,8 +1,7 @@
 /* Attention with relative positions on a CPU, for inference; `cpu.py` says what it computes, and calls it.
 
    First every head's keys and distances are laid out in panels of neighbours, and its values densely. Then a task is a
-   block of queries of one head, whose scores stay in the L2 cache. All three products are one loop (`tile`) over sums
-   that fill the registers. Results do not depend on the number of threads.
+   block of queries of one head, whose scores stay in the L2 cache. Results do not depend on the number of threads.
 
    Scores by distance become scores by key without a copy: query i has distance d in column S - d, and needs it in column
    j = M + i - d. In rows that are one number shorter, it is there.
@@ -11,33 +10,11 @@
 
    Letters: B sequences, T queries, S keys, M = S - T, H heads, E width of a head; S + 1 distances, from S down to 0. */
 
+#include "../tile.h"
+
 #include <math.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-/* ROWS x VECTORS sums, a row of factors and one factor more must fit into the registers. */
-#if defined(__AVX512F__)
-enum { LANES = 16, VECTORS = 4 };
-#elif defined(__AVX__)
-enum { LANES = 8, VECTORS = 2 };
-#elif defined(__ARM_NEON)
-enum { LANES = 4, VECTORS = 4 };
-#else
-enum { LANES = 4, VECTORS = 2 };
-#endif
-enum { ROWS = 6, PANEL = LANES * VECTORS };
 enum { BLOCK = 96, CHUNK = 64 }; /* queries of a block; keys whose values stay in the L1 cache */
-
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-
-typedef void Parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
 
 typedef struct {
     float *p;
@@ -56,77 +33,17 @@ typedef struct {
     long room;       /* numbers in one */
 } Arguments;
 
-typedef struct {
-    const Arguments *a;
-    atomic_long next_task, next_thread;
-} Work;
-
-INLINE long least(long x, long y) { return x < y ? x : y; }
-INLINE long most(long x, long y) { return x > y ? x : y; }
-INLINE long whole(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
 INLINE long pairs(const Arguments *a) { return a->half ? (a->E + 1) / 2 : a->E; }
 INLINE float *at(Strided x, long b, long row, long h) { return x.p + b * x.b + row * x.row + h * x.h; }
 
-INLINE float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-/* To the nearest bfloat16, ties to even; a NaN must not be rounded up to infinity. */
-INLINE uint32_t half_of(float x) {
-    uint32_t bits = bits_of(x);
-    return x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-}
-
-INLINE float pair_of(float x, float y) { return float_of(half_of(x) | half_of(y) << 16); }
-
-INLINE Vector multiply_add(float x, Vector y, Vector sum, int half) {
-#ifdef __AVX512BF16__
-    if (half) return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)y);
-#endif
-    return sum + x * y;
-}
-
-/* c (rows, PANEL) = a (rows, n) b (n, PANEL), or added to it. */
-INLINE void tile(int rows, int add, int half, const float *a, long lda, const float *b, long ldb, float *c, long ldc,
-                 long n) {
-    Vector sum[ROWS][VECTORS];
-    UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            sum[i][v] = add ? *(const Vector *)(c + i * ldc + v * LANES) : (Vector){0};
-        }
+/* The compiler makes loops of its own for each combination. */
+static void product(long half, long rows, int add, const float *a, long lda, const float *b, long ldb, float *c,
+                    long ldc, long n) {
+    if (half) {
+        add ? multiply(HALVES, rows, 1, a, lda, b, ldb, c, ldc, n) : multiply(HALVES, rows, 0, a, lda, b, ldb, c, ldc, n);
+    } else {
+        add ? multiply(FLOATS, rows, 1, a, lda, b, ldb, c, ldc, n) : multiply(FLOATS, rows, 0, a, lda, b, ldb, c, ldc, n);
     }
-    for (long k = 0; k < n; k++) {
-        Vector row[VECTORS];
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const Vector *)(b + k * ldb + v * LANES);
-        UNROLL for (int i = 0; i < rows; i++) {
-            UNROLL for (int v = 0; v < VECTORS; v++) sum[i][v] = multiply_add(a[i * lda + k], row[v], sum[i][v], half);
-        }
-    }
-    UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < VECTORS; v++) *(Vector *)(c + i * ldc + v * LANES) = sum[i][v];
-    }
-}
-
-/* The compiler makes a loop of its own for each combination. */
-#define TILE(rows)                                                              \
-    case rows:                                                                  \
-        if (half) {                                                             \
-            add ? tile(rows, 1, 1, a, lda, b, ldb, c, ldc, n) : tile(rows, 0, 1, a, lda, b, ldb, c, ldc, n); \
-        } else {                                                                \
-            add ? tile(rows, 1, 0, a, lda, b, ldb, c, ldc, n) : tile(rows, 0, 0, a, lda, b, ldb, c, ldc, n); \
-        }                                                                       \
-        break;
-static void multiply(long rows, int add, long half, const float *a, long lda, const float *b, long ldb, float *c,
-                     long ldc, long n) {
-    switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 }
 
 /* A row of numbers, or of their pairs, times scale; those of a panel stand PANEL apart. */
@@ -164,7 +81,7 @@ static void lay_values(const Arguments *a, long b, long h, float *p) {
 
 static void lay_out(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     const long heads = a->B * a->H, keys = whole(a->S) * pairs(a), distances = whole(a->S + 1) * pairs(a);
     for (long i; (i = atomic_fetch_add(&work->next_task, 1)) < heads + a->H;) {
         if (i < heads) {
@@ -174,26 +91,6 @@ static void lay_out(void *data) {
             lay_panels(a, a->r, 0, i - heads, a->S + 1, a->p_panels + heads * keys + (i - heads) * distances);
         }
     }
-}
-
-/* exp(x) of x <= 0, within 2e-7 of the value: 2^n exp(z) with |z| <= log(2) / 2. */
-INLINE float exponential(float x) {
-    /* 1.5 * 2^23 + 127: adding it rounds to an integer n, and leaves in the low bits n + 127, the exponent of 2^n */
-    const float shift = 0x1.8000fep23f;
-    x = x < -88.1f ? -88.1f : x; /* there the power of two becomes 0; a NaN passes */
-    float shifted = x * 0x1.715476p0f + shift;
-    float n = shifted - shift;
-    float z = x - n * 0x1.62e4p-1f; /* log(2) in two parts, the first short enough for an exact product */
-    z = z - n * 0x1.7f7d1cp-20f;
-    /* of the polynomials that start with 1 + z, the one with the least relative error, 3e-9 */
-    float q = 0x1.6a241ap-10f;
-    q = q * z + 0x1.1239f2p-7f;
-    q = q * z + 0x1.5558f2p-5f;
-    q = q * z + 0x1.555492p-3f;
-    q = q * z + 0x1.fffffcp-2f;
-    q = q * z + 1.0f;
-    q = q * z + 1.0f;
-    return q * float_of(bits_of(shifted) << 23);
 }
 
 /* s[first ... last) becomes exp(s - max), the rest of the row zero; returns the sum. */
@@ -230,7 +127,7 @@ static void attend_block(const Arguments *a, long b, long h, long start, float *
     for (long i = 0; i < n; i++) lay_row(a, at(a->position, b, start + i, h), a->scale, q + i * E, 1);
     for (long c = 0; c < distances; c += PANEL) {
         for (long i = 0; i < n; i += ROWS) {
-            multiply(least(ROWS, n - i), 0, half, q + i * E, E, p_r + c * E, PANEL, by_distance + i * width + c, width,
+            product(half, least(ROWS, n - i), 0, q + i * E, E, p_r + c * E, PANEL, by_distance + i * width + c, width,
                      E);
         }
     }
@@ -239,7 +136,7 @@ static void attend_block(const Arguments *a, long b, long h, long start, float *
         for (long i = 0; i < n; i += ROWS) {
             const long rows = least(ROWS, n - i);
             if (first + j >= M + start + i + rows) continue; /* none of them sees these keys */
-            multiply(rows, 1, half, q + i * E, E, p_k + j * E, PANEL, by_key + i * step + j, step, E);
+            product(half, rows, 1, q + i * E, E, p_k + j * E, PANEL, by_key + i * step + j, step, E);
         }
     }
     for (long i = 0; i < n; i++) {
@@ -251,7 +148,7 @@ static void attend_block(const Arguments *a, long b, long h, long start, float *
             for (long i = 0; i < n; i += ROWS) {
                 const long rows = least(ROWS, n - i);
                 if (first + j >= M + start + i + rows) continue;
-                multiply(rows, j > 0, half, by_key + i * step + j / per, step, p_v + j / per * wide + c, wide,
+                product(half, rows, j > 0, by_key + i * step + j / per, step, p_v + j / per * wide + c, wide,
                          y + i * wide + c, wide, least(CHUNK, keys - j) / per);
             }
         }
@@ -264,7 +161,7 @@ static void attend_block(const Arguments *a, long b, long h, long start, float *
 
 static void attend(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     float *room = a->p_rooms + atomic_fetch_add(&work->next_thread, 1) * a->room;
     const long heads = a->B * a->H, blocks = (a->T + BLOCK - 1) / BLOCK;
     /* the last queries see most keys: they go first, so that threads end together */
@@ -274,22 +171,7 @@ static void attend(void *data) {
     }
 }
 
-static void run(void (*body)(void *), const Arguments *a, Parallel *parallel, unsigned num_threads) {
-    Work work = {.a = a};
-    if (parallel && num_threads > 1) {
-        parallel(body, &work, num_threads, 0);
-    } else {
-        body(&work);
-    }
-}
-
-long relative_attention_has_half(void) {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
-}
+long relative_attention_has_half(void) { return HAS_HALVES; }
 
 /* How many numbers `p_panels`, `p_values` and a room hold. */
 void relative_attention_sizes(const Arguments *a, long sizes[3]) {
@@ -299,7 +181,6 @@ void relative_attention_sizes(const Arguments *a, long sizes[3]) {
     sizes[2] = n * (pairs(a) + wide) + (n + 1) * (keys + 2 * PANEL);
 }
 
-/* parallel: GOMP_parallel of the OpenMP runtime that torch uses, so that both share its threads; may be NULL. */
 void relative_attention(const Arguments *a, Parallel *parallel, unsigned num_threads) {
     run(lay_out, a, parallel, num_threads);
     run(attend, a, parallel, num_threads);

@@ -28,16 +28,6 @@ MANY = 24
 _SOURCE = Path(__file__).with_name("cpu.c")
 
 
-def can_run(x: Tensor) -> bool:
-    """Whether attention over `x` needs no gradient, no compiler and no other device."""
-    return (
-        x.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-    )
-
-
 def relative_attention(
     content_BTHE: Tensor,
     position_BTHE: Tensor,

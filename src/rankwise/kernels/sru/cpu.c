@@ -6,16 +6,11 @@
 
    Letters: p_ pointer, b_ block of lanes, i_ index; f and r the gates, y the highway; d... a gradient. */
 
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
+#include "step.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LANES _Pragma("omp simd") for (long j = 0; j < n; j++)
+#define EACH_LANE _Pragma("omp simd") for (long j = 0; j < n; j++)
 
 enum { MAX_WIDTH = 512 };
-
-typedef void Parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
 
 typedef struct {
     long T, B, K, D;
@@ -35,33 +30,13 @@ typedef struct {
     float *p_dc0, *p_dmask, *p_scratch; /* p_scratch: (threads, T, 2, width) */
 } Arguments;
 
-typedef struct {
-    const Arguments *a;
-    atomic_long next_task, next_thread;
-} Work;
-
-INLINE float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 INLINE float load(const void *p, long i, int is_half) {
     return is_half ? float_of((uint32_t)((const uint16_t *)p)[i] << 16) : ((const float *)p)[i];
 }
 
 INLINE void store(void *p, long i, float x, int is_half) {
     if (is_half) {
-        uint32_t bits = bits_of(x);
-        /* to the nearest, ties to even; a NaN must not be rounded up to infinity */
-        uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        ((uint16_t *)p)[i] = (uint16_t)(x == x ? rounded : 0x7fc0);
+        ((uint16_t *)p)[i] = (uint16_t)half_of(x);
     } else {
         ((float *)p)[i] = x;
     }
@@ -69,28 +44,6 @@ INLINE void store(void *p, long i, float x, int is_half) {
 
 INLINE const void *at(const void *p, long i, int is_half) {
     return (const char *)p + i * (is_half ? 2 : 4);
-}
-
-/* 1 / (1 + exp(y)), y = -x, within 2e-7 of the value; exp(y) = 2^n exp(z) with |z| <= log(2) / 2. */
-INLINE float sigmoid(float x) {
-    /* 1.5 * 2^23 + 127: adding it rounds to an integer n, and leaves in the low bits n + 127, the exponent of 2^n */
-    const float shift = 0x1.8000fep23f;
-    /* at the limits the power of two becomes 0 and infinity; both comparisons let a NaN pass */
-    float y = -x < -88.1f ? -88.1f : -x;
-    y = y > 88.8f ? 88.8f : y;
-    float shifted = y * 0x1.715476p0f + shift;
-    float n = shifted - shift;
-    float z = y - n * 0x1.62e4p-1f; /* log(2) in two parts, the first short enough for an exact product */
-    z = z - n * 0x1.7f7d1cp-20f;
-    /* of the polynomials that start with 1 + z, the one with the least relative error, 3e-9 */
-    float q = 0x1.6a241ap-10f;
-    q = q * z + 0x1.1239f2p-7f;
-    q = q * z + 0x1.5558f2p-5f;
-    q = q * z + 0x1.555492p-3f;
-    q = q * z + 0x1.fffffcp-2f;
-    q = q * z + 1.0f;
-    q = q * z + 1.0f;
-    return 1.0f / (1.0f + q * float_of(bits_of(shifted) << 23));
 }
 
 /* Block of a mask: ones where there is none. */
@@ -113,14 +66,11 @@ INLINE void forward_lanes(const Arguments *a, long i_b, long i_d, long n, int K,
         const void *restrict p_p = at(p_v, D, u_half), *restrict p_q = at(p_v, 2 * D, u_half);
         const void *restrict p_y = K == 4 ? at(p_v, 3 * D, u_half) : at(a->p_x, row * D + i_d, x_half);
         void *restrict p_h = (void *)at(a->p_h, row * D + i_d, u_half);
-        LANES {
-            float c = b_c[j];
-            float f = sigmoid(load(p_p, j, u_half) + b_bf[j] + b_wf[j] * c);
-            float r = sigmoid(load(p_q, j, u_half) + b_br[j] + b_wr[j] * c);
+        EACH_LANE {
+            const Unit unit = {b_wf[j], b_wr[j], b_bf[j], b_br[j], b_mask[j]};
+            float v = load(p_v, j, u_half), p = load(p_p, j, u_half), q = load(p_q, j, u_half);
             float y = K == 4 ? load(p_y, j, u_half) : load(p_y, j, x_half) * scale;
-            c = f * c + (1.0f - f) * load(p_v, j, u_half);
-            b_c[j] = c;
-            store(p_h, j, y + b_mask[j] * r * (c - y), u_half);
+            store(p_h, j, step(unit, v, p, q, y, b_c + j), u_half);
         }
     }
     memcpy(a->p_c + i_b * D + i_d, b_c, n * sizeof *b_c);
@@ -145,7 +95,7 @@ INLINE void backward_lanes(const Arguments *a, float *p_scratch, long i_b, long 
         const void *restrict p_v = at(a->p_u, (i_t * a->B + i_b) * K * D + i_d, u_half);
         const void *restrict p_p = at(p_v, D, u_half);
         float *restrict b_before = p_scratch + i_t * 2 * width, *restrict b_f = b_before + width;
-        LANES {
+        EACH_LANE {
             float c = b_c[j];
             float f = sigmoid(load(p_p, j, u_half) + b_bf[j] + b_wf[j] * c);
             b_before[j] = c;
@@ -163,7 +113,7 @@ INLINE void backward_lanes(const Arguments *a, float *p_scratch, long i_b, long 
         void *restrict p_dp = (void *)at(p_dv, D, u_half), *restrict p_dq = (void *)at(p_dv, 2 * D, u_half);
         void *restrict p_dy = (void *)(K == 4 ? at(p_dv, 3 * D, u_half) : at(a->p_dx, row * D + i_d, x_half));
         const float *restrict b_before = p_scratch + i_t * 2 * width, *restrict b_f = b_before + width;
-        LANES {
+        EACH_LANE {
             float c = b_before[j], after = b_c[j], v = load(p_v, j, u_half), f = b_f[j], m = b_mask[j];
             float r = sigmoid(load(p_q, j, u_half) + b_br[j] + b_wr[j] * c);
             float y = K == 4 ? load(p_y, j, u_half) : load(p_y, j, x_half) * scale;
@@ -205,19 +155,19 @@ INLINE void backward_lanes(const Arguments *a, float *p_scratch, long i_b, long 
         a->x_is_half ? lanes(__VA_ARGS__, 3, 0, 1) : lanes(__VA_ARGS__, 3, 0, 0); \
     }
 
-/* Threads take tasks in turn: right for a team of any size, and a busy core holds no other up. */
 static int take_task(Work *work, long *i_b, long *i_d, long *n) {
-    const long D = work->a->D, width = work->a->width, num_blocks = (D + width - 1) / width;
+    const Arguments *a = work->arguments;
+    const long D = a->D, width = a->width, num_blocks = (D + width - 1) / width;
     const long i = atomic_fetch_add(&work->next_task, 1);
     *i_b = i / num_blocks;
     *i_d = i % num_blocks * width;
     *n = D - *i_d < width ? D - *i_d : width;
-    return *i_b < work->a->B;
+    return *i_b < a->B;
 }
 
 static void forward_tasks(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     for (long i_b, i_d, n; take_task(work, &i_b, &i_d, &n);) {
         SPECIALIZE(forward_lanes, a, i_b, i_d, n)
     }
@@ -225,28 +175,17 @@ static void forward_tasks(void *data) {
 
 static void backward_tasks(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     float *p_scratch = a->p_scratch + atomic_fetch_add(&work->next_thread, 1) * a->T * 2 * a->width;
     for (long i_b, i_d, n; take_task(work, &i_b, &i_d, &n);) {
         SPECIALIZE(backward_lanes, a, p_scratch, i_b, i_d, n)
     }
 }
 
-static void run(void (*body)(void *), const Arguments *a, Parallel *parallel, unsigned num_threads) {
-    Work work = {.a = a};
-    if (a->D == 0) return;
-    if (parallel && num_threads > 1) {
-        parallel(body, &work, num_threads, 0);
-    } else {
-        body(&work);
-    }
-}
-
-/* parallel: GOMP_parallel of the OpenMP runtime that torch uses, so that both share its threads; may be NULL. */
 void sru_forward(const Arguments *a, Parallel *parallel, unsigned num_threads) {
-    run(forward_tasks, a, parallel, num_threads);
+    if (a->D) run(forward_tasks, a, parallel, num_threads);
 }
 
 void sru_backward(const Arguments *a, Parallel *parallel, unsigned num_threads) {
-    run(backward_tasks, a, parallel, num_threads);
+    if (a->D) run(backward_tasks, a, parallel, num_threads);
 }

@@ -21,22 +21,30 @@ _GRAIN = 2**15
 def can_run(x: Tensor) -> bool:
     """Whether `x` is what the kernels take, and they could be built."""
     fits = x.device.type == "cpu" and x.dtype == torch.float32 and x.stride(-1) == 1
-    return fits and not torch.compiler.is_compiling() and native.is_ready(_SOURCE, "int8 layers")
+    return fits and not torch.compiler.is_compiling() and is_ready()
+
+
+def is_ready() -> bool:
+    """Whether the kernels could be built."""
+    return native.is_ready(_SOURCE, "int8 layers")
 
 
 class _Arguments(ctypes.Structure):
     """`Arguments` of `cpu.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("N", "D", "stride")),
+        *((name, ctypes.c_long) for name in ("N", "D", "stride", "bytes_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "scale", "bytes")),
     )
 
 
-def round_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.round_rows`."""
-    bytes_NI, scale_N1 = torch.empty(x_NI.shape, dtype=torch.uint8), x_NI.new_empty(len(x_NI), 1)
-    _run("round_rows", x_NI, _Arguments(scale=scale_N1.data_ptr(), bytes=bytes_NI.data_ptr()))
+def round_rows(x_NI: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """`reference.round_rows`; rows are longer, by bytes that mean nothing, where that makes them whole multiples."""
+    size_N, size_I = x_NI.shape
+    bytes_NI = torch.empty(size_N, -(-size_I // multiple) * multiple, dtype=torch.uint8)
+    scale_N1 = x_NI.new_empty(size_N, 1)
+    strides = {"bytes_stride": bytes_NI.stride(0), "bytes": bytes_NI.data_ptr()}
+    _run("round_rows", x_NI, _Arguments(scale=scale_N1.data_ptr(), **strides))
     return bytes_NI, scale_N1
 
 

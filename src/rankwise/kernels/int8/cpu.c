@@ -1,56 +1,41 @@
-/* Rows of floats as bytes and back: what stands around a product of bytes; `reference.py` says what it computes, `cpu.py` calls it. */
+/* Rows of floats as bytes and back, around a product of bytes; `reference.py` says what it computes, `cpu.py` calls it. */
 
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
+#include "../native.h"
 
 enum { CHUNK = 16 }; /* rows of a task */
 
-typedef void Parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
-
 typedef struct {
-    long N, D, stride; /* rows, their length, and how far apart they begin */
+    long N, D;
+    long stride, bytes_stride; /* from row to row */
     float *p_x;
     const float *p_bias; /* may be NULL */
     float *p_scale;
     uint8_t *p_bytes;
 } Arguments;
 
-typedef struct {
-    const Arguments *a;
-    atomic_long next_task;
-} Work;
-
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 static long take_rows(Work *work, long *last) {
     const long first = atomic_fetch_add(&work->next_task, 1) * CHUNK;
-    *last = first + CHUNK < work->a->N ? first + CHUNK : work->a->N;
+    *last = least(first + CHUNK, ((const Arguments *)work->arguments)->N);
     return first;
 }
 
 static void round_tasks(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     const long D = a->D;
     for (long i, last; (i = take_rows(work, &last)) < a->N;) {
         for (; i < last; i++) {
             const float *restrict x = a->p_x + i * a->stride;
-            uint8_t *restrict bytes = a->p_bytes + i * D;
+            uint8_t *restrict bytes = a->p_bytes + i * a->bytes_stride;
             /* of numbers without a sign, larger ones have larger bits, and a NaN the largest */
             uint32_t max_bits = 0;
             _Pragma("omp simd reduction(max : max_bits)") for (long j = 0; j < D; j++) {
                 const uint32_t bits = bits_of(x[j]) & 0x7fffffff;
                 max_bits = bits > max_bits ? bits : max_bits;
             }
-            float max;
-            memcpy(&max, &max_bits, sizeof max);
+            const float largest = float_of(max_bits) / 127;
             /* a row of zeros has some scale too */
-            const float scale = max / 127 < 0x1p-126f ? 0x1p-126f : max / 127, inverse = 1 / scale;
+            const float scale = largest < 0x1p-126f ? 0x1p-126f : largest, inverse = 1 / scale;
             a->p_scale[i] = scale;
             _Pragma("omp simd") for (long j = 0; j < D; j++) {
                 /* 1.5 * 2^23 + 128: adding it rounds to an integer, ties to even, and leaves it in the low bits */
@@ -62,7 +47,7 @@ static void round_tasks(void *data) {
 
 static void scale_tasks(void *data) {
     Work *work = data;
-    const Arguments *a = work->a;
+    const Arguments *a = work->arguments;
     for (long i, last; (i = take_rows(work, &last)) < a->N;) {
         for (; i < last; i++) {
             float *restrict x = a->p_x + i * a->stride;
@@ -77,16 +62,6 @@ static void scale_tasks(void *data) {
     }
 }
 
-static void run(void (*body)(void *), const Arguments *a, Parallel *parallel, unsigned num_threads) {
-    Work work = {.a = a};
-    if (parallel && num_threads > 1) {
-        parallel(body, &work, num_threads, 0);
-    } else {
-        body(&work);
-    }
-}
-
-/* parallel: GOMP_parallel of the OpenMP runtime that torch uses, so that both share its threads; may be NULL. */
 void round_rows(const Arguments *a, Parallel *parallel, unsigned num_threads) {
     run(round_tasks, a, parallel, num_threads);
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rankwise.kernels.rows import cpu, reference
-from rankwise.kernels.rows.reference import SHIFT, scales
+from rankwise.kernels.int8 import cpu, reference
+from rankwise.kernels.int8.reference import SHIFT, scales
 
 __all__ = ["SHIFT", "round_rows", "scale_rows_", "scales"]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.kernels.rows import cpu, reference
+from rankwise.kernels.int8 import cpu, reference
 
 pytestmark = pytest.mark.skipif(not cpu.can_run(torch.ones(1, 1)), reason="needs a C compiler")
 sizes = st.sampled_from([0.0, 1e-39, 1e-3, 1.0, 1e30])
