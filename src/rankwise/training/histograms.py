@@ -1,4 +1,4 @@
-"""How gates decide: histograms of how far they are open, at a few points of a run.  Paper: section 6, "Learning dynamics"."""
+"""How gates decide: histograms of how far they are open, at points of a run.  Paper: section 6, "Learning dynamics"."""
 
 from __future__ import annotations
 
