@@ -95,6 +95,18 @@ def test_the_one_shot_table_is_the_recorded_one() -> None:
     assert set(shown) <= found
 
 
+def test_the_page_of_results_is_what_the_command_prints() -> None:
+    from rankwise.report.figures import figures_of
+    from rankwise.report.page import page
+    from rankwise.report.records import read_results
+
+    found = read_results([ROOT / "results", ROOT / "benchmarks/results.csv"])
+    assert (ROOT / "docs/results.md").read_text() == page(found) + "\n", "print it again by the command at its top"
+    for figure in figures_of(found):
+        assert (ROOT / f"docs/figures/{figure.name}.svg").read_text() == figure.svg
+    assert "no table here" not in page(found)
+
+
 def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
