@@ -75,11 +75,9 @@ def run_arms(
 ) -> dict[str, Any]:
     """Several methods from the base of one experiment."""
     path = Path(folder)
-    # where the corpus lies on this machine is no part of the experiment
-    portable = replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
-    described = json.loads(json.dumps(to_json(portable)))
     finished = read(path / RECORD)
     wanted = [arm.name for arm in arms]
+    described = describe(experiment)
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
     stage = _begin(experiment, path, watcher, trackers)
@@ -110,6 +108,13 @@ def run_arms(
     write_experiment(path, experiment)
     write(path / RECORD, record)
     return record
+
+
+def describe(experiment: Experiment) -> dict[str, Any]:
+    """An experiment as its record has it: where the corpus lies on this machine is no part of it."""
+    portable = replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
+    described: dict[str, Any] = json.loads(json.dumps(to_json(portable)))
+    return described
 
 
 def train(
