@@ -11,6 +11,7 @@ be run and how long it should take on one H200. "demo" shows on a CPU that all o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import shutil
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
@@ -301,6 +304,10 @@ def fill(table: str, options: argparse.Namespace, lines: Lines) -> None:
         for part in ("base", task.cell):
             # what is exported needs no checkpoint, and a disk has its end
             shutil.rmtree(folder / part / "checkpoints", ignore_errors=True)
+        # a run and the graph of its step hold each other, and the memory of a GPU
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         figures = {split: next(v for k, v in row[split].items() if k in FIGURES) for split in ("valid", "test")}
         lines.say(
             f"{task.base}, seed {task.experiment.seed}, {task.cell}: {row['parameters']:,} parameters, valid "

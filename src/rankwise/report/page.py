@@ -120,7 +120,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "Word level",
         '`python benchmarks/tables.py words`, one H200: adaptive embedding and softmax on "enwik8 words", the '
-        "text of enwik8 without its markup (12.6 million words). The paper's figures are of WikiText-103, "
+        "text of enwik8 without its markup (12.3 million words). The paper's figures are of WikiText-103, "
         "another text and another model: only what is lost compares.",
         _compared(WIKITEXT_103, "table-words", "enwik8-words", "enwik8-words-plain", "perplexity"),
     ),
