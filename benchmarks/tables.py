@@ -58,7 +58,7 @@ class Base:
 def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
     """The dense base keeps its learning rate, which falls once, in what comes after it."""
     assert experiment.base is not None
-    shared = {"warmup_steps": 500, "log_every": 200, **RARELY, **shared}
+    shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
     return replace(
         experiment,
         base=replace(experiment.base, steps=base, schedule="constant", **shared),

@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 from rankwise.report.records import cells, gate_cells
 from rankwise.report.sections import cluster_books
 
-CELL, MARGIN = 12, 60
-"""Pixels of a bin, and around a panel."""
+CELL, MARGIN, NAME = 12, 60, 220
+"""Pixels of a bin, around a panel, and of the name of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def gate_figure(title: str, gates: Mapping[str, Any]) -> str:
         parts += [_frame(left, MARGIN, len(steps) * CELL, bins * CELL)]
         parts += [_text(left, bottom + 16, f"step {steps[0]:,}"), _text(left, bottom + 32, f"to {steps[-1]:,}")]
         parts += [_text(left - 34, MARGIN + 10, "open"), _text(left - 44, bottom, "closed")]
-        left += len(steps) * CELL + 2 * MARGIN
+        left += max(len(steps) * CELL, NAME) + 2 * MARGIN
     return _svg(left - MARGIN, bottom + MARGIN, [_text(MARGIN, 24, title), *parts])
 
 
@@ -72,6 +72,7 @@ def cluster_figure(title: str, books: Mapping[int, Mapping[str, Sequence[int]]])
             parts += [_frame(left, bottom - outline, bar - 2, outline), _box(left, bottom - tall, bar - 2, tall)]
             parts.append(_text(left, bottom + 14 + 12 * (place % 2), f"{level}%"))
             left += bar
+        parts.append(_text(first, bottom - outline - 6, f"{dense / 1e6:.2f}M"))
         parts.append(_text(first, bottom + 44, name))
         left += 70
     return _svg(left, bottom + MARGIN, parts)

@@ -86,11 +86,11 @@ def _gates(found: Results) -> Table | None:
 
 
 def _decided(found: Results) -> Iterator[tuple[str, ...]]:
-    """Shares of the first, the middle and the last histogram of each matrix."""
+    """Shares of the first, the middle and the last two histograms of each matrix."""
     for table_name, name, gates in gate_cells(found):
         steps = gates["steps"]
         for matrix, histograms in gates["histograms"].items():
-            for i in sorted({0, len(steps) // 2, len(steps) - 1}):
+            for i in sorted({0, len(steps) // 2, max(len(steps) - 2, 0), len(steps) - 1}):
                 counts, total = histograms[i], sum(histograms[i])
                 shares = (counts[0], total - counts[0] - counts[-1], counts[-1])
                 yield f"{table_name}, {name}", matrix, f"{steps[i]:,}", *(f"{share / total:.0%}" for share in shares)
@@ -143,9 +143,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ),
     (
         "How gates decide",
-        "Components of the first and the last matrix by how far their gates are open, at the first line of "
-        "metrics, midway and at the end. The choice is made at the end of the ramp; from then on gates are "
-        "open or closed.",
+        "Components of the first and the last matrix by how far their gates are open: at the first line of "
+        "metrics, midway, and at the last two. At the end of the ramp the choice is made, and gates are open "
+        "or closed from then on; the line before it shows whether they had decided themselves.",
         _gates,
     ),
     (

@@ -13,7 +13,7 @@ GATES = "gates"
 BINS = 20
 """Equal parts of [0, 1]."""
 POINTS = 20
-"""Histograms are made at so many points of the ramp, and of the whole run."""
+"""Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
 
 def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, Any]:
@@ -27,7 +27,9 @@ def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, An
     """
 
     def point(step: int) -> tuple[int, int]:
-        return int(POINTS * pruner.controller.progress(step)), POINTS * step // num_steps
+        # once the choice is made nothing moves
+        whole = 0 if pruner.controller.frozen else POINTS * step // num_steps
+        return int(POINTS * pruner.controller.progress(step)), whole
 
     now = pruner.steps
     if before > 0 and point(now) == point(before):
