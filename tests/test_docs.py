@@ -95,6 +95,30 @@ def test_the_one_shot_table_is_the_recorded_one() -> None:
     assert set(shown) <= found
 
 
+def test_the_page_of_results_is_what_the_command_prints() -> None:
+    from rankwise.report.figures import figures_of
+    from rankwise.report.page import page
+    from rankwise.report.records import read_results
+
+    found = read_results([ROOT / "results", ROOT / "benchmarks/results.csv"])
+    assert (ROOT / "docs/results.md").read_text() == page(found) + "\n", "print it again by the command at its top"
+    for figure in figures_of(found):
+        assert (ROOT / f"docs/figures/{figure.name}.svg").read_text() == figure.svg
+    assert "no table here" not in page(found)
+
+
+def test_the_tables_on_scaling_follow_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    text = (ROOT / "docs/scaling.md").read_text()
+    for name, make in scaling.TABLES.items():
+        assert f"<!-- {name} -->\n{scaling.markdown(make())}\n<!-- /{name} -->" in text, name
+    assert f"{scaling.utilization():.1%} of the card's peak" in text
+    # of LLaMA 7B, which has norms beside
+    model = scaling.Decoder()
+    assert model.dense + 2 * model.head == 6_738_415_616 - (2 * model.layers + 1) * model.width
+
+
 def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None

@@ -164,6 +164,24 @@ def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys
     assert "exclude each other" in capsys.readouterr().err
 
 
+def test_report_prints_the_page_of_a_folder_of_records(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = json.loads((finished / "record.json").read_text())
+    rows = [{**row, "name": "flop-l0-80"} if row["method"] == "flop-l0" else row for row in experiment["rows"]]
+    record = {"runs": [{**experiment, "name": "enwik8-sru", "rows": rows}]}
+    (tmp_path / "table-enwik8-sru.json").write_text(json.dumps(record))
+    found = lines(capsys, "report", str(tmp_path), "--markdown", "--figures", str(tmp_path / "figures"))
+    assert found[0] == "# Results"
+    (row,) = (row for row in rows if row["name"] == "flop-l0-80")
+    line = next(line for line in found if line.startswith("| flop-l0 | 80%"))
+    assert f"| {row['parameters']:,} |" in line
+    assert (tmp_path / "figures/gates-enwik8-sru.svg").exists()
+    assert list(answer(capsys, "report", str(tmp_path))) == ["table-enwik8-sru"]
+    assert run(["report", str(finished), "--figures", str(tmp_path)]) == 2
+    assert "`--figures` goes with a folder of records" in capsys.readouterr().err
+
+
 def test_presets_lists_sizes_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
     (demo,) = answer(capsys, "presets", "demo")
     assert demo["download_megabytes"] == 0

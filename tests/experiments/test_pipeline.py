@@ -15,7 +15,7 @@ from experiment_toys import MODELS, PHASE, toy
 import rankwise as rw
 from rankwise.data.windows import Evaluation
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.experiments.arms import Watcher, run
+from rankwise.experiments.arms import Arm, Watcher, run, run_arms
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import load_run, read_experiment
 from rankwise.experiments.pipeline import prune, train
@@ -75,6 +75,9 @@ def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> 
     for split in ("valid", "test"):
         assert row[split]["loss"] == pytest.approx(plain_loss(exported.model, getattr(corpus, split)), rel=1e-5)
     assert row["milliseconds"]["p20"] <= row["milliseconds"]["median"] <= row["milliseconds"]["p80"]
+    before, after = (sum(books) for books in zip(*row["matrices"].values(), strict=True))
+    assert (before, dense["parameters"] - before + after) == (row_prunable(experiment), row["parameters"])
+    assert record["base"] == dense
 
 
 def row_prunable(experiment: Experiment) -> int:
@@ -179,6 +182,16 @@ def test_from_scratch_there_is_no_base(tmp_path: Path) -> None:
     assert watcher.steps == PHASE.steps
     with pytest.raises(CheckpointError, match="no base to train"):
         train(experiment, tmp_path / "other")
+
+
+def test_an_arm_from_scratch_stands_beside_those_with_a_base(tmp_path: Path) -> None:
+    experiment = toy(tmp_path)
+    scratch = replace(experiment, base=None, init="random", method=METHODS["fac"])
+    arms = [Arm("scratch", scratch), Arm("svd", experiment.with_method("fac"))]
+    beside = run_arms(experiment, arms, tmp_path / "run")["rows"]
+    alone = run(scratch, tmp_path / "alone")["rows"]
+    assert [row["name"] for row in beside] == ["dense", "scratch", "svd"]
+    assert beside[1]["test"] == alone[0]["test"] != beside[2]["test"]
 
 
 def test_a_base_must_be_there(tmp_path: Path) -> None:

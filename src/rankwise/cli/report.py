@@ -10,6 +10,9 @@ from typing import Any
 from rankwise.cli.command import Command, Options, Parser, UsageError
 from rankwise.cli.tables import print_table
 from rankwise.errors import CheckpointError
+from rankwise.report.figures import figures_of
+from rankwise.report.page import page
+from rankwise.report.records import are_results, read_results
 from rankwise.report.tables import table
 
 FORMATS = ("rankwise-experiment", "rankwise-sweep")
@@ -41,14 +44,20 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of a finished run or sweep")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of a finished run or sweep, or of records")
     parser.add_argument("--json", action="store_true", help="print a list of the records as JSON")
     parser.add_argument("--markdown", action="store_true", help="print tables for a Markdown file")
+    parser.add_argument("--figures", metavar="FOLDER", help="write the figures of a folder of records there, as SVG")
 
 
 def report(options: Options) -> None:
     if options.json and options.markdown:
         raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
+    if any(are_results(Path(folder)) for folder in options.folders):
+        report_results(options)
+        return
+    if options.figures:
+        raise UsageError("`--figures` goes with a folder of records, such as results, but was given with a run.")
     records = {folder: read_record(Path(folder)) for folder in options.folders}
     if options.json:
         print(json.dumps(list(records.values()), indent=1))
@@ -62,11 +71,27 @@ def report(options: Options) -> None:
             show_record(record)
 
 
+def report_results(options: Options) -> None:
+    """The page of a folder of records, and its figures."""
+    found = read_results(map(Path, options.folders))
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(page(found))
+    if options.figures:
+        folder = Path(options.figures)
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in figures_of(found):
+            (folder / f"{figure.name}.svg").write_text(figure.svg, encoding="utf-8")
+
+
 REPORT = Command(
     name="report",
-    usage="FOLDER ... [--json | --markdown]",
+    usage="FOLDER ... [--json | --markdown] [--figures FOLDER]",
     about="Show the tables of finished runs and sweeps again.",
-    details="example: rankwise report runs/demo --markdown",
+    details="Given a folder of records, or files of it, it prints their page, the paper's figures beside them.\n\n"
+    "example: rankwise report runs/demo --markdown\n"
+    "example: rankwise report results benchmarks/results.csv --markdown --figures docs/figures",
     arguments=add_arguments,
     run=report,
 )

@@ -127,6 +127,10 @@ class Controller(State, ABC):
         """The deterministic z of matrix i's components where they are kept; None where that is one."""
         return None
 
+    def openness(self) -> list[Tensor] | None:
+        """How far the components of each matrix are open, from 0 to 1; None where no gate is learned."""
+        return None
+
     @abstractmethod
     def draw(self) -> None:
         """Make the training masks of the current step."""

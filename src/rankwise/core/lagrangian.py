@@ -207,6 +207,12 @@ class LagrangianController(Controller):
     def values(self, i: int) -> Tensor | None:
         return None if self.frozen else self.distribution.expected(self.gates[i].alpha)
 
+    def openness(self) -> list[Tensor]:
+        if not self.frozen:
+            return [self.distribution.expected(gate.alpha) for gate in self.gates]
+        chosen = zip(self.gates, self.choose(self.limit), strict=True)
+        return [torch.zeros_like(gate.alpha).index_fill(0, kept, 1.0) for gate, kept in chosen]
+
     def draw(self) -> None:
         for gate in self.gates:
             assert gate.z is not None

@@ -82,6 +82,11 @@ class MagnitudeController(Controller):
         gate = self.gates[i]
         return gate.diagonal if gate.learned else None
 
+    def openness(self) -> list[Tensor] | None:
+        if not all(gate.learned for gate in self.gates):
+            return None
+        return [(gate.diagonal.abs() * gate.kept).clamp(max=1) for gate in self.gates]
+
     def draw(self) -> None:
         if self._moves():
             for i, kept in enumerate(self.choose(self.target())):

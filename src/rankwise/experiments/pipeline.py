@@ -47,8 +47,9 @@ from rankwise.models.architectures import build, describe_config
 from rankwise.pruner import Pruner
 from rankwise.training import Outcome, TrainingConfig, fit
 from rankwise.training.evaluate import Quality, evaluate
+from rankwise.training.histograms import GATES
 from rankwise.training.language import LanguageModel
-from rankwise.training.records import surroundings
+from rankwise.training.records import RunFolder, surroundings
 
 REPEATS = 30
 """Of every model, when they are timed."""
@@ -74,11 +75,9 @@ def run_arms(
 ) -> dict[str, Any]:
     """Several methods from the base of one experiment."""
     path = Path(folder)
-    # where the corpus lies on this machine is no part of the experiment
-    portable = replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
-    described = json.loads(json.dumps(to_json(portable)))
     finished = read(path / RECORD)
     wanted = [arm.name for arm in arms]
+    described = describe(experiment)
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
     stage = _begin(experiment, path, watcher, trackers)
@@ -87,7 +86,8 @@ def run_arms(
     _announce(experiment, path)
     base = None if experiment.base is None else _train_base(stage, experiment)
     rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
-    rows += [_run_arm(stage, arm, None if base is None else path / BASE) for arm in arms]
+    # an arm without a base starts from fresh weights, beside those that share one
+    rows += [_run_arm(stage, arm, None if arm.experiment.base is None else path / BASE) for arm in arms]
     rows.sort(key=lambda row: row["method"] != "dense")
     stage.watcher.phase("timing")
     device = device_of(experiment.training)
@@ -100,6 +100,7 @@ def run_arms(
         "experiment": described,
         "arms": wanted,
         "corpus": stage.corpus.record(),
+        "base": base,
         "rows": rows,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(device),
@@ -107,6 +108,13 @@ def run_arms(
     write_experiment(path, experiment)
     write(path / RECORD, record)
     return record
+
+
+def describe(experiment: Experiment) -> dict[str, Any]:
+    """An experiment as its record has it: where the corpus lies on this machine is no part of it."""
+    portable = replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
+    described: dict[str, Any] = json.loads(json.dumps(to_json(portable)))
+    return described
 
 
 def train(
@@ -261,6 +269,7 @@ def _finish(
         "tokens": outcome.record["tokens"],
         "seconds": outcome.record["seconds"],
         "folder": arm.name,
+        **_analysis(outcome),
     }
     write(folder / EXPORT, {"of": known, "row": row})
     return row
@@ -276,6 +285,22 @@ def _sizes(outcome: Outcome, small: nn.Module) -> dict[str, Any]:
         "removed_of_prunable": report.removed_of_prunable,
         "nonzeros": report.nonzeros,
     }
+
+
+def _analysis(outcome: Outcome) -> dict[str, Any]:
+    """What was kept of each matrix, (parameters before, after); and how the gates of the first and the last decided."""
+    pruner = outcome.pruner
+    if pruner is None:
+        return {}
+    counts = pruner.controller.counts(pruner.limit)
+    books = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
+    found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in books}}
+    lines = [line for line in RunFolder(outcome.folder).lines() if GATES in line]
+    if lines:
+        shown = dict.fromkeys((pruner.plan.sites[0].name, pruner.plan.sites[-1].name))
+        histograms = {name: [line[GATES][name] for line in lines] for name in shown}
+        found["gates"] = {"steps": [line["step"] for line in lines], "histograms": histograms}
+    return found
 
 
 def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, window: int, device: torch.device) -> None:

@@ -59,10 +59,10 @@ def table(record: Mapping[str, Any]) -> Table:
                 name,
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
                 f"{group[0]['removed']:.1%}",
-                *(_spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
-                _spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
-                _spread([row["milliseconds"]["median"] for row in group], ".1f"),
-                _spread([row["speedup"] for row in group], ".2f", "x"),
+                *(spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
+                spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
+                spread([row["milliseconds"]["median"] for row in group], ".1f"),
+                spread([row["speedup"] for row in group], ".2f", "x"),
             )
         )
     notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
@@ -92,7 +92,8 @@ def _lost(
     return losses
 
 
-def _spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
+def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
+    """The mean, and the standard deviation where there are several values."""
     if not values:
         return ""
     mean = format(statistics.mean(values), form)

@@ -23,6 +23,7 @@ from rankwise.pruner import Pruner
 from rankwise.training.accelerator import start_trackers
 from rankwise.training.config import TrainingConfig
 from rankwise.training.evaluate import Quality
+from rankwise.training.histograms import GATES
 from rankwise.training.interrupt import Interrupted, Stop, interruption
 from rankwise.training.progress import Progress
 from rankwise.training.records import surroundings
@@ -143,7 +144,7 @@ def _end_step(run: Run, stop: Stop, progress: Progress, clock: _Clock, speed: _C
         line = {"step": step, "seconds": run.seconds, **training, **line}
         run.folder.append(line)
         if run.accelerator.log_with:
-            run.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=step)
+            run.accelerator.log({key: value for key, value in line.items() if key not in ("step", GATES)}, step=step)
         progress.report(line)
     if logs:
         run.forget_sums()

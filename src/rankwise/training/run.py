@@ -22,6 +22,7 @@ from rankwise.training.checkpoint import Checkpoint, Checkpoints, check_same
 from rankwise.training.config import TrainingConfig, binding
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.graph import StepGraph
+from rankwise.training.histograms import gate_histograms
 from rankwise.training.language import LanguageModel, State, carry, shape_of
 from rankwise.training.records import RunFolder
 from rankwise.training.resume import (
@@ -179,6 +180,7 @@ class Run:
         if self.pruner is not None:
             line["target_size"] = self.pruner.controller.target()
             line["expected_size"] = self.pruner.controller.expected_size()
+            line |= gate_histograms(self.pruner, self.config.steps, self.logged - self.config.dense_steps)
         return line
 
     def forget_sums(self) -> None:

@@ -1,0 +1,219 @@
+"""What larger runs would take, from measured rates: `python benchmarks/scaling.py` prints docs/scaling.md's tables.
+
+Every figure is a formula on rows of results.csv, on the shapes of models, and on the assumptions below; nothing is run.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankwise.experiments.outline import outline
+from rankwise.experiments.presets import RAMP, preset
+
+RESULTS = Path(__file__).parent / "results.csv"
+PEAK, MEMORY, LINK = 989e12, 141e9, 450e9
+"""Of one H200, by its data sheet: bf16 FLOP/s, bytes, bytes/s of NVLink each way."""
+LINK_SHARE = 0.6
+"""Assumed: the share of the link's speed that an all-reduce reaches."""
+GPUS = 8
+BATCH_7B = 16 * 2048
+"""Assumed: tokens that one GPU reads in a step of the 7B model."""
+RAMP_7B = 1_000
+"""Assumed: steps in which it is brought to its size."""
+
+
+def measured(benchmark: str, case: str) -> float:
+    """The last row of a case."""
+    with RESULTS.open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["benchmark"], row["case"]) == (benchmark, case)]
+    return float(rows[-1]["value"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run: tokens of its dense phase, of its ramp, and after it; measured rates; parameters."""
+
+    name: str
+    dense: float
+    ramp: float
+    after: float
+    rates: tuple[float, float]
+    """Tokens per second on one GPU, dense and with a fifth of the components open."""
+    parameters: int
+    tokens_per_step: int
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """On one GPU: dense phase, ramp (taken at the dense rate), the rest."""
+        dense, pruned = self.rates
+        return self.dense / dense, self.ramp / dense, self.after / pruned
+
+
+def runs() -> list[Run]:
+    found = []
+    for name, key, model in (
+        ("SRU, enwik8", "enwik8-sru", "sru"),
+        ("Transformer-XL, enwik8", "enwik8-transformer-xl", "transformer-xl"),
+    ):
+        experiment = preset(f"{key}-flop-l0-80")
+        base, training = experiment.base, experiment.training
+        sizes = [phase.steps * phase.batch_size * phase.window for phase in (base, training)]
+        ramp = min(RAMP, training.steps) * training.batch_size * training.window
+        rates = measured(f"{model} loop", "dense"), measured(f"{model} loop", "20% open")
+        parameters = outline(experiment).parameters
+        tokens = base.batch_size * base.window
+        found.append(Run(name, sizes[0], ramp, sizes[1] - ramp, rates, parameters, tokens))
+    return found
+
+
+def all_reduce(parameters: float, bytes_each: int = 4) -> tuple[float, float]:
+    """Bytes that each GPU sends in a ring all-reduce, 2 (n - 1) / n of the gradients, and its seconds."""
+    sent = 2 * (GPUS - 1) / GPUS * parameters * bytes_each
+    return sent, sent / (LINK_SHARE * LINK)
+
+
+def full_runs() -> list[list[str]]:
+    rows = [["", "tokens", "dense phase", "ramp", "after it", "one H200", "eight", "all-reduce a step", "efficiency"]]
+    for run in runs():
+        step = run.tokens_per_step / run.rates[0]
+        sent, wait = all_reduce(run.parameters)
+        efficiency = step / (step + wait)
+        total = sum(run.seconds)
+        rows.append(
+            [
+                run.name,
+                f"{(run.dense + run.ramp + run.after) / 1e9:.1f}G",
+                *(clock(part) for part in run.seconds),
+                clock(total),
+                clock(total / (GPUS * efficiency)),
+                f"{sent / 1e6:.0f} MB, {1e3 * wait:.1f} of {1e3 * step:.1f} ms",
+                f"{efficiency:.0%}",
+            ]
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder of LLaMA's kind with 7B parameters."""
+
+    width: int = 4096
+    inner: int = 11008
+    layers: int = 32
+    words: int = 32_000
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return 4 * [(self.width, self.width)] + 3 * [(self.inner, self.width)]
+
+    @property
+    def dense(self) -> int:
+        """In the layers."""
+        return self.layers * sum(o * i for o, i in self.shapes)
+
+    @property
+    def gated(self) -> int:
+        """The same as pairs of full rank."""
+        return self.layers * sum(min(o, i) * (o + i) for o, i in self.shapes)
+
+    @property
+    def components(self) -> int:
+        return self.layers * sum(min(shape) for shape in self.shapes)
+
+    @property
+    def head(self) -> int:
+        return self.words * self.width
+
+    @property
+    def svd(self) -> int:
+        """Operations of an SVD of everything, up to a constant."""
+        return self.layers * sum(min(shape) ** 2 * max(shape) for shape in self.shapes)
+
+
+def utilization() -> float:
+    """The share of the card's peak that the dense SRU reaches: 6 FLOP a prunable parameter and character."""
+    return 6 * outline(preset("enwik8-sru-flop-l0-80")).prunable * measured("sru loop", "dense") / PEAK
+
+
+def memory_7b() -> list[list[str]]:
+    model = Decoder()
+    whole = model.dense + 2 * model.head
+    rows = [["GB", "dense", "gated, full rank", "gated, half the ranks"]]
+    sizes = [whole, model.gated + 2 * model.head, model.gated // 2 + 2 * model.head]
+    parts: dict[str, Callable[[float], float]] = {
+        "weights, float32": lambda n: 4 * n,
+        "gradients, float32": lambda n: 4 * n,
+        "Adam's moments": lambda n: 8 * n,
+    }
+    for name, bytes_of in parts.items():
+        rows.append([name, *(f"{bytes_of(n) / 1e9:.0f}" for n in sizes)])
+    # alpha, two moments, z and its gradient
+    gates = [0, model.components, model.components // 2]
+    rows.append(["gates", *(f"{20 * n / 1e9:.2f}" for n in gates)])
+    kept = BATCH_7B * model.width * 2 * model.layers
+    rows.append(["activations kept, one per layer, bf16", *(3 * [f"{kept / 1e9:.0f}"])])
+    totals = [16 * n + 20 * g + kept for n, g in zip(sizes, gates, strict=True)]
+    rows.append(["in all", *(f"{n / 1e9:.0f}" for n in totals)])
+    rows.append(
+        [f"of eight x {MEMORY / 1e9:.0f} GB, sharded", *(f"{(n + 7 * kept) / (GPUS * MEMORY):.0%}" for n in totals)]
+    )
+    return rows
+
+
+def time_7b() -> list[list[str]]:
+    model, speed = Decoder(), utilization() * PEAK
+    rows, hours = [["", "GFLOP a token", "hours for 1G tokens, one H200", "eight"]], {}
+    cases = {
+        "dense": model.dense,
+        "gated, all open": model.gated,
+        "20% open": 0.2 * model.dense,
+    }
+    for name, parameters in cases.items():
+        # forward, backward, and the forward pass again for what was not kept
+        work = 8 * (parameters + model.head)
+        seconds = 1e9 * work / speed
+        step = BATCH_7B * work / speed
+        # closed components are trained no more, but their gradients, zeros, are still sent
+        held = model.dense if name == "dense" else model.gated
+        wait = all_reduce(held + 2 * model.head)[1]
+        eight = seconds / (GPUS * step / (step + wait))
+        hours[name] = eight / 3600
+        rows.append([name, f"{work / 1e9:.0f}", f"{seconds / 3600:.1f}", f"{hours[name]:.1f}"])
+    ramp = RAMP_7B * GPUS * BATCH_7B / 1e9
+    whole = ramp * hours["gated, all open"] + (1 - ramp) * hours["20% open"]
+    rows.append([f"a ramp of {RAMP_7B:,} steps, {ramp:.2f}G tokens, then 20% open", "", "", f"{whole:.1f}"])
+    return rows
+
+
+def once_7b() -> list[list[str]]:
+    """What comes before the first step, and one-shot compression."""
+    model = Decoder()
+    encoder = 12 * (4 * 768**3 + 2 * 768**2 * 3072)
+    svd = measured("factorize", "110M encoder, full-rank SVD") * model.svd / encoder
+    oneshot = measured("oneshot-memory", "smollm2, without them") * 4 * (model.dense + 2 * model.head)
+    return [
+        ["", "derived", "from"],
+        ["SVD of every matrix, two CPU cores", clock(svd), f'row "factorize", operations x {model.svd / encoder:.0f}'],
+        ["memory of one-shot compression, float32", f"{oneshot / 1e9:.0f} GB", 'row "oneshot-memory, without them"'],
+    ]
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+TABLES = {"full runs": full_runs, "7B memory": memory_7b, "7B time": time_7b, "7B once": once_7b}
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
+
+
+if __name__ == "__main__":
+    for name, make in TABLES.items():
+        print(f"<!-- {name} -->\n{markdown(make())}\n<!-- /{name} -->\n")
+    print(f"share of the peak that the SRU reaches: {utilization():.1%}")

@@ -1,0 +1,136 @@
+"""The other tables of the page of results: from records of their own shapes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankwise.report.paper import FINE_TUNING, TIMING
+from rankwise.report.records import Cell, bases, cells
+from rankwise.report.tables import Table, spread
+
+Record = Mapping[str, Any]
+BITS = "bits_per_character"
+TASKS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qnli": "QNLI"}
+
+
+def ten_minutes(single: Record, table: Record | None) -> Table:
+    """The first run, of one seed; and those with a dense control, over seeds."""
+    rows = []
+    for row in single["rows"]:
+        title = f"{'dense base' if row['method'] == 'dense' else row['name']}, first run"
+        rows.append((title, *_figures([Cell(row, single["seed"], None)])))
+    name = "enwik8-sru-10min"
+    found = {
+        "dense base": [Cell(base, 0, None) for base in bases(table, name)],
+        "dense control": cells(table, name, "dense"),
+        "flop-l0": cells(table, name, "flop-l0-80"),
+    }
+    rows += [(title, *_figures(group)) for title, group in found.items()]
+    return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
+
+
+def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
+    if not found:
+        return ("",) * 6
+    row = found[0].row
+    lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]
+    return (
+        f"{row['parameters']:,}",
+        f"{row['removed_of_prunable']:.1%}",
+        spread([cell.row["valid"][BITS] for cell in found]),
+        spread([cell.row["test"][BITS] for cell in found]),
+        spread(lost, "+.1f", "%"),
+        str(len(found)),
+    )
+
+
+def fine_tuning(record: Record | None) -> Table:
+    """The mean of each task's metrics."""
+    rows = [
+        (f"paper: RoBERTa-base, {name}", str(row["parameters"]), *(f"{row[task]:.2f}" for task in (*TASKS, "mean")))
+        for name, row in FINE_TUNING.items()
+    ]
+    found = (record or {}).get("rows", [])
+    for name in dict.fromkeys(row["row"] for row in found):
+        scores = {task: [row["score"] for row in found if (row["row"], row["task"]) == (name, task)] for task in TASKS}
+        means = [statistics.mean(values) for values in scores.values() if values]
+        mean = f"{statistics.mean(means):.2f}" if len(means) == len(TASKS) else ""
+        size = next(row["parameters"] for row in found if row["row"] == name)
+        rows.append((f"MPNet-base, {name}", f"{size:,}", *(spread(scores[t], ".2f") for t in TASKS), mean))
+    return Table(("", "parameters", *TASKS.values(), "mean"), tuple(rows))
+
+
+def timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Speed against the dense model on a CPU."""
+    # the last run of a case counts
+    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "cpu inference"}
+    rows = []
+    for (model, level), (seconds, faster) in TIMING.items():
+        ours = [found.get(f"{model} {threads}: speed of {level}% / dense") for threads in ("1 thread", "2 threads")]
+        title = {"sru": "SRU", "txl": "Transformer-XL"}[model]
+        shown = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ours)
+        rows.append((title, f"{level}%", f"{seconds:.2f} s", f"{faster:.1f}x", *shown))
+    return Table(("", "removed", "paper: time", "paper: faster", "ours: 1 thread", "ours: 2 threads"), tuple(rows))
+
+
+def clusters(record: Record | None, base: str) -> Table:
+    """What flop-l0 keeps of each cluster of words, and of the layers; the most frequent words first."""
+    levels = [level for level in (50, 70, 80) if cells(record, base, f"flop-l0-{level}")]
+    parts: dict[str, list[str]] = {}
+    for level in levels:
+        matrices = cells(record, base, f"flop-l0-{level}")[0].row["matrices"]
+        for name, (dense, kept) in cluster_books(matrices).items():
+            parts.setdefault(name, [f"{dense:,}"]).append(f"{kept:,} ({kept / dense:.0%})")
+    rows = tuple((name, *found) for name, found in parts.items())
+    return Table(("", "dense", *(f"{level}% removed" for level in levels)), rows)
+
+
+def cluster_books(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """(parameters before, after) of each cluster of words, and of everything else together."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (dense, kept) in matrices.items():
+        head, _, number = name.rpartition(".clusters.")
+        part = f"words, cluster {int(number.split('.')[0]) + 1}" if head else "layers"
+        before = found.get(part, (0, 0))
+        found[part] = (before[0] + dense, before[1] + kept)
+    return found
+
+
+def recipes(records: Sequence[Mapping[str, str]]) -> Table:
+    """How often each recipe reaches the size, and what its exports cost in bits."""
+    numbers = [{key: float(value) for key, value in row.items() if key != "recipe"} for row in records]
+    settings: dict[tuple[Any, ...], list[float]] = {}
+    for row, run in zip(records, numbers, strict=True):
+        if abs(run["expected"] - run["target"]) <= 0.01:
+            key = (run["target"], row["recipe"], run["gate_lr"], run["multiplier_lr"])
+            settings.setdefault(key, []).append(run["bits"])
+    best: dict[float, float] = {}
+    for (target, *_), bits in settings.items():
+        best[target] = min(best.get(target, float("inf")), statistics.mean(bits))
+    rows = []
+    for name in dict.fromkeys(row["recipe"] for row in records):
+        mine = [run for row, run in zip(records, numbers, strict=True) if row["recipe"] == name]
+        miss = [100 * abs(run["expected"] - run["target"]) for run in mine]
+        extra = [run["bits"] - best[run["target"]] for run in mine]
+        hits = sum(m <= 1 for m in miss)
+        measured = (f"{max(miss):.1f}", f"{statistics.mean(extra):.3f}", f"{max(extra):.3f}")
+        rows.append((name, str(len(mine)), str(hits), *measured))
+    columns = ("recipe", "runs", "within 1 point", "worst miss (points)", "extra bits, mean", "worst")
+    return Table(columns, tuple(rows))
+
+
+def methods(record: Record) -> Table:
+    """All methods from one base, of a transformer."""
+    rows = [(row["name"], f"{row['params']:,}", f"{row['bits']:.3f}") for row in record["rows"]]
+    return Table(("", "parameters", "valid bits per character"), tuple(rows), (f"{record['what']}.",))
+
+
+def oneshot(record: Record) -> Table:
+    """Compression without training."""
+    rows = [
+        (row["name"], row.get("about", ""), f"{row['parameters']:,}", f"{row['perplexity']:,.1f}")
+        for row in record["rows"]
+    ]
+    return Table(("", "", "parameters", "perplexity"), tuple(rows))
