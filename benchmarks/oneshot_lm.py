@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import svd
-from rankwise.hf.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.hf.compress import numbering
 
 ROWS = {
     "svd": "truncated SVD, the same share of every layer",
@@ -131,7 +132,7 @@ def main() -> None:
         num_windows=options.calibration_windows,
         window=options.calibration_length,
     )
-    windows = [window.to(options.device) for window in text_windows(tokenizer, calibration)]
+    windows = [window.to(options.device) for window in text_windows(numbering(tokenizer), calibration)]
     held_out = (options.texts / f"{options.split}.txt").read_text(encoding="utf-8")
     # more than a window's letters, and no more than are needed
     tokens = tokenizer(held_out[: options.windows * options.length * 12], return_tensors="pt").input_ids[0]

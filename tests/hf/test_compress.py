@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.hf.compress import Calibration, compress_pretrained, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.hf.compress import compress_pretrained, numbering
 from rankwise.modules import PivotLinear
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -82,7 +83,7 @@ def test_a_classifier_needs_no_calibration(place: Path, tmp_path: Path) -> None:
 
 def test_windows_lie_at_equal_distances_in_the_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(WORDS[i // 100] for i in range(5_000)))
-    windows = text_windows(tokenizer(), Calibration(file=tmp_path / "text.txt", num_windows=5, window=20))
+    windows = text_windows(numbering(tokenizer()), Calibration(file=tmp_path / "text.txt", num_windows=5, window=20))
     assert len(windows) == 5
     assert all(len(window) == 20 for window in windows)
     # words stand in order: a fifth of them lies between one window and the next

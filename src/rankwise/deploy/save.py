@@ -44,7 +44,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = 
     stored, tied = _distinct(model)
     structure = _described(model, stored, tied)
     target = Path(folder).resolve()
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     with whole_folder(target) as unfinished:
         _write(unfinished, stored, structure)
 
@@ -119,7 +119,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
     """Refuse to write over anything that is not an earlier saved model."""
     if not target.exists():
         return

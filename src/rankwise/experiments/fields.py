@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from rankwise.core.budget import Budget
+from rankwise.core.budget import GOALS, Budget
 from rankwise.errors import RankwiseError, nearest
 from rankwise.experiments.arms import AnyExperiment
 from rankwise.experiments.config import Experiment, like
@@ -26,7 +26,6 @@ from rankwise.models.architectures import describe_config, from_description
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
-SIZES = ("params", "removed", "megabytes")
 _HIDDEN = {"name", "model.num_words"} | {
     f"{phase}.{name}" for phase in ("base", "training") for name in ("seed", "dense_steps", "restart_schedule")
 }
@@ -203,9 +202,9 @@ def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
         name: _rebuild(getattr(config, name, None), hints[name], value) if isinstance(value, Mapping) else value
         for name, value in tree.items()
     }
-    if kind is Budget and any(changes.get(name) is not None for name in SIZES):
+    if kind is Budget and any(changes.get(name) is not None for name in GOALS):
         # a size that is asked for takes the place of another
-        changes = dict.fromkeys(SIZES) | ({} if "removed" in changes else {"of": "model"}) | changes
+        changes = dict.fromkeys(GOALS) | ({} if "removed" in changes else {"of": "model"}) | changes
     return kind(**changes) if config is None else dataclasses.replace(config, **changes)
 
 

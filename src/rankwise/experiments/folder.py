@@ -1,6 +1,6 @@
 """The folder of an experiment, and what can be read back from it.
 
-runs/demo/            experiment.json, record.json
+runs/demo/            experiment.json, record.json; latency.json where the budget is a time
     base/             the dense model that every method starts from
     flop-l0/          one folder for every method that was run
         config.json, metrics.jsonl, checkpoints/    of the training run

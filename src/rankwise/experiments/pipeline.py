@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import count
@@ -42,6 +42,8 @@ from rankwise.experiments.folder import (
     write,
     write_experiment,
 )
+from rankwise.experiments.latency import FILE as LATENCY
+from rankwise.experiments.latency import Latency, find_latency
 from rankwise.experiments.outline import outline
 from rankwise.models.architectures import build, describe_config
 from rankwise.pruner import Pruner
@@ -81,9 +83,12 @@ def run_arms(
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
     stage = _begin(experiment, path, watcher, trackers)
+    latency = _latency(stage, experiment, path)
+    if latency is not None:
+        arms = [Arm(arm.name, latency.applied(arm.experiment)) for arm in arms]
     for arm in arms:
         _check(arm.experiment, stage.corpus)
-    _announce(experiment, path)
+    _announce(experiment, path, latency)
     base = None if experiment.base is None else _train_base(stage, experiment)
     rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
     # an arm without a base starts from fresh weights, beside those that share one
@@ -102,6 +107,7 @@ def run_arms(
         "corpus": stage.corpus.record(),
         "base": base,
         "rows": rows,
+        **({} if latency is None else {"latency": latency.record()}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(device),
     }
@@ -132,8 +138,9 @@ def train(
         )
     path = Path(folder)
     stage = _begin(experiment, path, watcher, trackers)
-    _check(experiment, stage.corpus)
-    _announce(experiment, path)
+    latency = _latency(stage, experiment, path)
+    _check(experiment if latency is None else latency.applied(experiment), stage.corpus)
+    _announce(experiment, path, latency)
     return _train_base(stage, experiment)
 
 
@@ -152,7 +159,11 @@ def prune(
         )
     path = Path(folder)
     stage = _begin(experiment, path.parent, watcher, trackers)
+    latency = _latency(stage, experiment, path)
+    experiment = experiment if latency is None else latency.applied(experiment)
     _check(experiment, stage.corpus)
+    if latency is not None:
+        write(path / LATENCY, latency.record())
     return _run_arm(stage, Arm(path.name, experiment), Path(base))
 
 
@@ -173,10 +184,23 @@ def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, tracke
     return Stage(experiment.corpus.load(watcher.read), folder, watcher, trackers)
 
 
-def _announce(experiment: Experiment, folder: Path) -> None:
+def _latency(stage: Stage, experiment: Experiment, folder: Path) -> Latency | None:
+    """The size for a time, where the budget is one: of a fresh dense model, which is as fast as a trained one."""
+    if experiment.budget is None or experiment.budget.latency_ms is None:
+        return None
+    stage.watcher.phase(f"finding the size for {experiment.budget.latency_ms:g} ms")
+    device = device_of(experiment.training)
+    model = build(replace(experiment.model, num_words=len(stage.corpus.vocabulary))).to(device)
+    inputs = {"tokens_BT": _one_window(stage.corpus, experiment.training.window, device)}
+    return find_latency(experiment, model, find_plan(model, exclude=experiment.exclude), inputs, folder)
+
+
+def _announce(experiment: Experiment, folder: Path, latency: Latency | None) -> None:
     """Say what will be run, unless an earlier run has: another one may yet be refused."""
     if not (folder / EXPERIMENT).exists():
         write_experiment(folder, experiment)
+    if latency is not None:
+        write(folder / LATENCY, latency.record())
 
 
 def _check(experiment: Experiment, corpus: Corpus) -> None:
@@ -306,7 +330,7 @@ def _analysis(outcome: Outcome) -> dict[str, Any]:
 def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, window: int, device: torch.device) -> None:
     """Milliseconds for one window of text, batch 1, and how much faster than the first row that is."""
     models = {row["folder"]: load(folder / row["folder"] / MODEL).to(device).eval() for row in rows}
-    tokens = torch.from_numpy(corpus.valid[: min(window, len(corpus.valid))].astype("int64"))[None].to(device)
+    tokens = _one_window(corpus, window, device)
 
     def call(model: nn.Module) -> Callable[[], object]:
         @torch.inference_mode()
@@ -321,6 +345,11 @@ def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, windo
         timing = timings[row["folder"]]
         row["milliseconds"] = asdict(timing)
         row["speedup"] = first.median / timing.median
+
+
+def _one_window(corpus: Corpus, window: int, device: torch.device) -> Tensor:
+    """What models are timed on."""
+    return torch.from_numpy(corpus.valid[: min(window, len(corpus.valid))].astype("int64"))[None].to(device)
 
 
 def _fingerprint(path: Path) -> str:

@@ -14,6 +14,12 @@ from rankwise.deploy.export.program import Captured, Inputs, capture, first_line
 from rankwise.errors import CheckpointError
 
 FILE = "model.onnx"
+SETTINGS = {"session.force_spinning_stop": "1"}
+"""Without it threads of a session keep their cores busy for tens of milliseconds after an answer, and hold up whatever
+runs next: another model, say.
+"""
+SLOW = ["SkipLayerNormFusion"]
+"""Of the runtime's own rewritings: on CPUs an addition and a layer norm apart are faster than its kernel for both."""
 
 
 def export(
@@ -45,8 +51,12 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
     file = check_folder(path, "onnx", FILE)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
+    for name, value in SETTINGS.items():
+        options.add_session_config_entry(name, value)
     try:
-        session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = runtime.InferenceSession(
+            str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW
+        )
     except Exception as error:
         raise CheckpointError(f"{file} must run in ONNX Runtime, but it says: {first_line(error)}") from error
     inputs = [value.name for value in session.get_inputs()]

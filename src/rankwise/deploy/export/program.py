@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.deploy.export.fuse import fuse
 from rankwise.deploy.export.plain import plain
 from rankwise.deploy.measure import evaluating
 from rankwise.errors import CheckpointError
@@ -113,6 +114,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
             raise CheckpointError(
                 f"The model must be one that `torch.export` can capture, but it says: {first_line(error)}"
             ) from error
+        fuse(program)
     return Captured(program, reference, inputs, outputs, *_open_sizes(program, inputs))
 
 

@@ -31,6 +31,8 @@ from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write
 from rankwise.experiments.glue.config import GlueExperiment
 from rankwise.experiments.glue.data import Splits, load_splits
 from rankwise.experiments.glue.encoder import check_encoder, load_encoder, quiet
+from rankwise.experiments.latency import FILE as LATENCY
+from rankwise.experiments.latency import Latency, find_latency
 from rankwise.hf.distill import distillation_loss
 from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
@@ -53,6 +55,7 @@ class Stage:
     watcher: Watcher
     device: torch.device
     precision: Precision
+    latency: Latency | None = None
 
 
 def run_arms(
@@ -73,6 +76,8 @@ def run_arms(
     if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
         return finished
     stage = begin(experiment, path, watcher)
+    if stage.latency is not None:
+        arms = [Arm(arm.name, stage.latency.applied(arm.experiment)) for arm in arms]
     base = train_base(stage, experiment)
     rows = [base]
     for arm in arms:
@@ -89,6 +94,7 @@ def run_arms(
         "arms": wanted,
         "corpus": stage.splits.dataset.record(),
         "rows": rows,
+        **({} if stage.latency is None else {"latency": stage.latency.record()}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(stage.device),
     }
@@ -105,15 +111,31 @@ def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = No
     watcher.phase(f"reading {experiment.task}")
     stage = Stage(load_splits(experiment, device, watcher.read), folder, watcher, device, experiment.precision)
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
+    stage = replace(stage, latency=_latency(stage, experiment, model))
+    _check(experiment if stage.latency is None else stage.latency.applied(experiment), model)
+    if not folder.exists():
+        write_experiment(folder, experiment)
+    if stage.latency is not None:
+        write(folder / LATENCY, stage.latency.record())
+    return stage
+
+
+def _latency(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Latency | None:
+    """The size for a time, where the budget is one: of the dense model before it is fine-tuned, which is as fast."""
+    if experiment.budget is None or experiment.budget.latency_ms is None:
+        return None
+    stage.watcher.phase(f"finding the size for {experiment.budget.latency_ms:g} ms")
+    inputs = {"input_ids": _longest(stage)}
+    return find_latency(experiment, model.to(stage.device), _plan(experiment, model), inputs, stage.folder)
+
+
+def _check(experiment: GlueExperiment, model: nn.Module) -> None:
+    """Refuse a budget out of reach: here, not after the base is trained."""
     if experiment.budget is not None:
-        # a budget out of reach is found out here, not after the base is trained
         plan, method = _plan(experiment, model), experiment.method
         account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
         for budget in _budgets(experiment, experiment.budget):
             budget.resolve(account)
-    if not folder.exists():
-        write_experiment(folder, experiment)
-    return stage
 
 
 def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
@@ -302,8 +324,7 @@ def add_timings(stage: Stage, rows: list[dict[str, Any]]) -> None:
     """Milliseconds for one text of the greatest length, batch 1, and how much faster than the first row that is."""
     task = stage.splits.dataset.task
     models = {row["folder"]: load_encoder(stage.folder / row["folder"] / MODEL, task) for row in rows}
-    width = stage.splits.train.tensors["input_ids"].shape[1]
-    tokens = stage.splits.train.tensors["input_ids"][:1, :1].expand(1, width).contiguous()
+    tokens = _longest(stage)
 
     def call(model: nn.Module) -> Callable[[], object]:
         model = model.to(stage.device).eval()
@@ -320,6 +341,12 @@ def add_timings(stage: Stage, rows: list[dict[str, Any]]) -> None:
         timing = timings[row["folder"]]
         row["milliseconds"] = dataclasses.asdict(timing)
         row["speedup"] = timings[rows[0]["folder"]].median / timing.median
+
+
+def _longest(stage: Stage) -> Tensor:
+    """A text of the greatest length: what models are timed on."""
+    tokens: Tensor = stage.splits.train.tensors["input_ids"]
+    return tokens[:1, :1].expand(1, tokens.shape[1]).contiguous()
 
 
 def _described(experiment: GlueExperiment) -> dict[str, Any]:

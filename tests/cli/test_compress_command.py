@@ -1,0 +1,107 @@
+"""`rankwise compress` on folders of runs and of `rankwise.save`; tests/hf has those of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cli_toys import LETTERS
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.cli.app import run
+from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+
+
+def compressed(capsys: pytest.CaptureFixture[str], folder: Path, out: Path, *words: object) -> nn.Module:
+    """What a command wrote, which is of the size that it says."""
+    capsys.readouterr()
+    assert run(["compress", str(folder), "--out", str(out), "--json", *map(str, words)]) == 0
+    size = json.loads(capsys.readouterr().out)
+    model = rw.load(out).eval()
+    assert rw.count(model) == size["exported"] <= size["budget"]
+    return model
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(tokens)[0]
+    return found
+
+
+@pytest.mark.parametrize("arm", ["dense", "flop-l0"])
+def test_the_model_of_a_run_is_compressed_by_its_own_vocabulary(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arm: str
+) -> None:
+    words = ["--removed", 0.2, "--calibration", place / "text.txt", "--windows", 8, "--window", 40]
+    before = rw.load(finished / arm / "model")
+    whole = compressed(capsys, finished / arm, tmp_path / "of-run", *words)
+    assert rw.count(whole) <= 0.8 * rw.count(before)
+    # the model's own folder lies in that of the run
+    inner = compressed(capsys, finished / arm / "model", tmp_path / "of-model", *words)
+    plain = compressed(capsys, finished / arm / "model", tmp_path / "plain", "--removed", 0.2)
+    tokens = torch.arange(40)[None] % len(LETTERS)
+    assert torch.equal(logits(whole, tokens), logits(inner, tokens))
+    assert not torch.equal(logits(whole, tokens), logits(plain, tokens))
+
+
+def test_a_saved_model_is_compressed_again_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    config = TransformerXLConfig(num_words=20, width=8, num_heads=2, head_width=4, inner=12, num_layers=2)
+    rw.save(TransformerXL(config), tmp_path / "dense")
+    words = ["--removed", 0.2, "--embeddings"]
+    first = compressed(capsys, tmp_path / "dense", tmp_path / "first", *words)
+    second = compressed(capsys, tmp_path / "first", tmp_path / "second", *words)
+    tokens = torch.arange(9)[None]
+    for before, after in (("dense", first), ("first", second)):
+        expected = rw.compress(rw.load(tmp_path / before), rw.Budget(removed=0.2), layout="pivot")
+        torch.testing.assert_close(logits(after, tokens), logits(expected, tokens))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model whose architecture is ours, one whose is not, and texts."""
+    config = TransformerXLConfig(num_words=8, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
+    rw.save(TransformerXL(config), tmp_path / "saved")
+    rw.save(nn.Sequential(nn.Linear(8, 8)), tmp_path / "own")
+    (tmp_path / "text.txt").write_text(LETTERS * 100)
+    (tmp_path / "greek.txt").write_text("αβγ" * 100)
+    (tmp_path / "short.txt").write_text(LETTERS)
+    (tmp_path / "damaged").mkdir()
+    for name in ("rankwise.json", "model.safetensors"):
+        (tmp_path / "damaged" / name).write_text("{")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("saved --removed 0.2 --calibration text.txt", "the folder holds none. Give the folder of the run"),
+        ("RUN --removed 0.2 --calibration greek.txt --window 9", "in the 8 bytes of the corpus|in the 8 characters"),
+        ("RUN --removed 0.2 --calibration short.txt", "at least one window of 256 tokens, but short.txt has 8"),
+        ("RUN --removed 0.2 --calibration none.txt", "none.txt is not: No such file"),
+        ("RUN --removed 0.2 --exclude nothing", "'nothing' matches none"),
+        ("RUN --removed 0.999", "Remove at most 0."),
+        ("own --removed 0.2", "A model of your own needs its `skeleton`"),
+        ("damaged --removed 0.2", "is damaged"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    finished: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    capsys.readouterr()
+    assert run(["compress", *words.replace("RUN", str(finished)).split(), "--out", "out"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert re.search(message, line)
+    assert sorted(path.name for path in folder.iterdir()) == before
