@@ -1,11 +1,12 @@
 """GLUE with an encoder made small: `python benchmarks/glue.py OUT.json --preset glue-mpnet --model FOLDER --data GLUE`.
 
 Rows are RECIPE-PERCENT, the share of the whole model that is removed. Recipes are steps of one ladder, each with all
-that stands before it: paper (plain SVD, FLOP-L0, embeddings left alone), whitening, distillation, healing, pivot, and
-ours (embeddings too). "curve-60" is ours at 60% with smaller cuts taken from the same run, for comparison with ours-20,
-ours-35 and ours-50. Cells run in the order in which rows are given, every task of a row before the next row; each is
-kept when it is finished, so the same command goes on. FOLDER may hold the weights in parts, in any float format:
-several safetensors files, or model.safetensors.00, .01, ... to be joined. `--scale 0.02` shows that it runs.
+that stands before it: paper (plain SVD, FLOP-L0, embeddings left alone), whitening, distillation, healing, pivot,
+embeddings, and ours (compressed at once instead of along a ramp). "curve-60" is embeddings-60 with smaller cuts taken
+from the same run, for comparison with embeddings-20, -35 and -50. Cells run in the order in which rows are given, every
+task of a row before the next row; each is kept when it is finished, so the same command goes on. FOLDER may hold the
+weights in parts, in any float format: several safetensors files, or model.safetensors.00, .01, ... to be joined.
+`--scale 0.02` shows that it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,16 @@ from rankwise.experiments.arms import Arm
 from rankwise.experiments.glue import pipeline
 from rankwise.experiments.glue.config import EncoderConfig, GlueExperiment
 from rankwise.experiments.glue.presets import ENCODERS, glue
-from rankwise.methods import METHODS
 from rankwise.training.records import surroundings
 from rankwise.training.tune import TuningConfig
 
 EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-LADDER = ("paper", "whitening", "distillation", "healing", "pivot", "ours")
+LADDER = ("paper", "whitening", "distillation", "healing", "pivot", "embeddings", "ours")
 SIZES = (0.2, 0.35, 0.5)
 ROWS = "dense,ours-60,ours-35,paper-35"
 PLACES = ("out", "model", "data", "work")
 """Arguments that no record keeps."""
-ABLATION = "paper-60,whitening-60,distillation-60,healing-60,pivot-60"
+ABLATION = "paper-60,whitening-60,distillation-60,healing-60,pivot-60,embeddings-60"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Cell:
 
 def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperiment:
     """The experiment with a step of the ladder; without healing, pruning goes on for as many steps."""
-    step = LADDER.index("ours" if name == "curve" else name)
+    step = LADDER.index("embeddings" if name == "curve" else name)
     training, healing = experiment.training, experiment.healing
     assert healing is not None
     if step < LADDER.index("healing"):
@@ -72,7 +72,8 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
             min_steps=training.min_steps + healing.min_steps,
             max_steps=(training.max_steps or 0) + (healing.max_steps or 0) or None,
         )
-    layout = {"layout": "pivot" if step >= LADDER.index("pivot") else "pair"} if has_pivot() else {}
+    method = experiment.with_method("svd" if step == LADDER.index("ours") else "flop-l0").method
+    layout: Any = "pivot" if step >= LADDER.index("pivot") else "pair"
     return replace(
         experiment,
         budget=rw.Budget(removed=removed),
@@ -80,15 +81,10 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
         distillation=None if step < LADDER.index("distillation") else experiment.distillation,
         training=training,
         healing=None if step < LADDER.index("healing") else healing,
-        method=replace(experiment.method, **layout),
-        exclude=() if step == LADDER.index("ours") else EMBEDDINGS,
+        method=replace(method, layout=layout),
+        exclude=() if step >= LADDER.index("embeddings") else EMBEDDINGS,
         sizes=tuple(size for size in SIZES if size < removed) if name == "curve" else (),
     )
-
-
-def has_pivot() -> bool:
-    """Whether this version stores low-rank matrices that way."""
-    return "layout" in {field.name for field in fields(METHODS["flop-l0"])}
 
 
 def scaled(phase: TuningConfig, scale: float, **changes: Any) -> TuningConfig:
@@ -154,8 +150,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         for row in options.rows.split(","):
             yield from (Cell(row, task, seed) for task in tasks)
         if seed == seeds[0]:
-            rows = [row for row in ABLATION.split(",") if has_pivot() or not row.startswith("pivot")]
-            yield from (Cell(row, task, seed) for row in rows for task in ablation)
+            yield from (Cell(row, task, seed) for row in ABLATION.split(",") for task in ablation)
 
 
 def run_cell(options: argparse.Namespace, model: Path, cell: Cell) -> list[dict[str, Any]]:
@@ -241,7 +236,7 @@ def main() -> None:
             key: str(value) for key, value in vars(options).items() if key not in ("out", "model", "data", "work")
         }
         record = {"format": "rankwise-glue", "version": 1, "name": options.preset, "settings": settings, "rows": found}
-        record |= {"pivot": has_pivot(), **surroundings(device)}
+        record |= surroundings(device)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if found:

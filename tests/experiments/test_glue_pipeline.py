@@ -36,6 +36,8 @@ pytestmark = [
 RECIPES: dict[str, dict[str, Any]] = {
     "all of it": {"sizes": (0.2, 0.3)},
     "the paper's": {"init": "svd", "distillation": None, "healing": None, "exclude": ("word_embeddings",)},
+    "at once": {"method": rw.methods.make_method("svd", layout="pivot"), "sizes": (0.2,)},
+    "at once, as in the paper": {"method": rw.methods.make_method("svd"), "init": "svd", "distillation": None},
     "magnitude": {"method": rw.methods.make_method("flop-agp", anneal_steps=1, mask_every=1)},
 }
 

@@ -109,11 +109,13 @@ def check_method(method: Method, budget: Budget | None, compare: tuple[str, ...]
             raise RankwiseError(f"`compare` must name methods ({known}), but has {name!r}.{nearest(name, METHODS)}")
 
 
-def like(method: Method, name: str) -> Method:
-    """The method of that name, with the settings of `method` that it has too."""
+def like(method: Method, name: str, **otherwise: Any) -> Method:
+    """The method of that name, with the settings of `method` that it has too, or else those of `otherwise`."""
     if name not in METHODS:
         return make_method(name)
     if METHODS[name] is type(method):
         return method
-    shared = {f.name: getattr(method, f.name) for f in fields(METHODS[name]) if hasattr(method, f.name)}
-    return make_method(name, **shared)
+    names = {field.name for field in fields(METHODS[name])}
+    given = {key: value for key, value in otherwise.items() if key in names}
+    shared = {key: getattr(method, key) for key in names if hasattr(method, key)}
+    return make_method(name, **given | shared)

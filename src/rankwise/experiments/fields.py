@@ -19,9 +19,8 @@ import torch
 from rankwise.core.budget import GOALS, Budget
 from rankwise.errors import RankwiseError, nearest
 from rankwise.experiments.arms import AnyExperiment
-from rankwise.experiments.config import Experiment, like
+from rankwise.experiments.config import Experiment
 from rankwise.methods import make_method
-from rankwise.methods.base import Method
 from rankwise.models.architectures import describe_config, from_description
 
 BOTH = "both"
@@ -183,15 +182,12 @@ def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple
 
 
 def _swap_method(experiment: AnyExperiment, name: str) -> AnyExperiment:
+    if name != "dense" and experiment.budget is None:
+        raise RankwiseError(f"{name} needs a size, but this experiment is dense. Start from the preset of a method.")
     try:
-        method: Method = like(experiment.method, name)
+        return experiment.with_method(name)
     except TypeError as error:
         raise RankwiseError(f"`method` cannot become {name} here: {error}") from error
-    if name == "dense":
-        return dataclasses.replace(experiment, method=method, budget=None)
-    if experiment.budget is None:
-        raise RankwiseError(f"{name} needs a size, but this experiment is dense. Start from the preset of a method.")
-    return dataclasses.replace(experiment, method=method)
 
 
 def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:

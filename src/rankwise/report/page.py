@@ -172,9 +172,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ("All methods from one base, transformer", "`python benchmarks/methods.py enwik8 out.json`", _methods),
     (
         "Without training",
-        "SmolLM2-135M, 20% of the whole model removed; perplexity on WikiText-2's test text, first 8 windows "
-        "of 512 tokens. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --removed 0.2 --windows 8 "
-        "--calibration-windows 32`",
+        "SmolLM2-135M, a share of the whole model removed; perplexity on WikiText-2's test text, first 8 windows "
+        "of 512 tokens. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --windows 8 --calibration-windows 32`",
         _of("oneshot-smollm2", sections.oneshot),
     ),
     (

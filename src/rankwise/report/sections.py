@@ -129,8 +129,15 @@ def methods(record: Record) -> Table:
 
 def oneshot(record: Record) -> Table:
     """Compression without training."""
-    rows = [
-        (row["name"], row.get("about", ""), f"{row['parameters']:,}", f"{row['perplexity']:,.1f}")
-        for row in record["rows"]
+    rows = sorted(record["rows"], key=lambda row: row.get("removed", 0.0))
+    cells = [
+        (
+            row["name"],
+            row.get("about", ""),
+            f"{row.get('removed', 0.0):.0%}",
+            f"{row['parameters']:,}",
+            f"{row['perplexity']:,.1f}",
+        )
+        for row in rows
     ]
-    return Table(("", "", "parameters", "perplexity"), tuple(rows))
+    return Table(("", "", "removed", "parameters", "perplexity"), tuple(cells))

@@ -1,7 +1,7 @@
 """What a GLUE experiment is: a task, a pretrained encoder, its dense fine-tuning, then how it is made small.
 
-Every part of the recipe is a setting that can be switched off: `init` (whitening), `distillation`, `healing`,
-`exclude` (embeddings).
+Every part of the recipe is a setting that can be switched off: `method` (compressed at once or along a ramp), `init`
+(whitening), `distillation`, `healing`, `exclude` (embeddings).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from rankwise.hf.distill import Distillation
 from rankwise.methods.base import Method
 from rankwise.pruner import Init
 from rankwise.training.tune import Precision, TuningConfig
+
+RAMP_STEPS = 1_000
+"""Of a method that is not yet fitted to a number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +55,18 @@ class GlueExperiment:
     budget: Budget | None
     """The size of the exported model; None with the method "dense"."""
     training: TuningConfig
-    """Training from the base on, with the method's gates."""
+    """Training from the base on: with the method's gates, or, of "svd", after it has compressed the model at once."""
     ramp: float = 0.6
     """The size is reached in this share of the steps of `training`; sets the method's `anneal_steps`."""
     healing: TuningConfig | None
     """Training of the compact model itself."""
     init: Init = "whitened"
-    """How plain matrices are factorized: "svd", or "whitened" by training data."""
+    """How plain matrices are factorized: "svd", or "whitened" by training data.
+
+    With the method "svd" these data also say what each component is worth to the model's answers.
+    """
     calibration_rows: int = 1_024
-    """Training rows that whitening looks at."""
+    """Training rows that this looks at."""
     distillation: Distillation | None
     """What is learned from the dense model while pruning and healing; None: the labels alone."""
     exclude: tuple[str, ...] = ()
@@ -97,7 +103,8 @@ class GlueExperiment:
 
     def with_method(self, name: str) -> GlueExperiment:
         """The same experiment with another method; settings that both methods have are kept."""
-        sizes = () if name == "dense" else self.sizes
-        return replace(
-            self, method=like(self.method, name), budget=None if name == "dense" else self.budget, sizes=sizes
-        )
+        # where it has a ramp, `ramp` decides how long it is once the rows are counted
+        method = like(self.method, name, anneal_steps=RAMP_STEPS)
+        if name == "dense":
+            return replace(self, method=method, budget=None, sizes=())
+        return replace(self, method=method)

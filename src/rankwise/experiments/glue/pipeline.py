@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.targets import target_plan
-from rankwise.core.budget import Budget, count
+from rankwise.core.budget import Budget, SizeReport, count
 from rankwise.core.plan import Plan
 from rankwise.data.glue.tasks import task_named
+from rankwise.deploy.compress import sampled_loss
 from rankwise.deploy.measure import time_together
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
@@ -36,6 +37,8 @@ from rankwise.experiments.latency import Latency, find_latency
 from rankwise.hf.distill import distillation_loss
 from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
+from rankwise.methods.svd import Svd
+from rankwise.oneshot import compress
 from rankwise.pruner import Pruner, account_of, planned
 from rankwise.training.records import RunFolder, surroundings
 from rankwise.training.snapshots import Snapshot, Snapshots
@@ -167,6 +170,19 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
         return rows
     model = load_encoder(stage.folder / BASE / MODEL, stage.splits.dataset.task).to(stage.device)
     loss = _own_loss if experiment.distillation is None else distillation_loss(_twin(model), experiment.distillation)
+    make = _at_once if isinstance(experiment.method, Svd) else _along_the_ramp
+    rows = [_healed(stage, arm, snapshot, loss, seconds) for snapshot, seconds in make(stage, arm, of, model, loss)]
+    write_experiment(stage.folder / arm.name, experiment)
+    write(stage.folder / arm.name / EXPORT, {"of": of, "rows": rows})
+    return rows
+
+
+def _along_the_ramp(
+    stage: Stage, arm: Arm[GlueExperiment], of: Mapping[str, Any], model: nn.Module, loss: Loss
+) -> Iterator[tuple[Snapshot, float]]:
+    """A model of each size from one run with gates, and the seconds that it took."""
+    experiment = arm.experiment
+    assert experiment.budget is not None
     pruner = _gate(stage, experiment, model)
     snapshots = Snapshots(pruner, _budgets(experiment, experiment.budget))
     stage.watcher.phase(f"pruning with {arm.name}")
@@ -174,18 +190,42 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
         stage, arm.name, of, model, experiment.training, loss,
         seed=2 * experiment.seed + 1, pruner=pruner, after_step=snapshots.take,
     )  # fmt: skip
-    rows = [_healed(stage, arm, snapshot, loss, seconds) for snapshot in snapshots.finish()]
-    write_experiment(stage.folder / arm.name, experiment)
-    write(stage.folder / arm.name / EXPORT, {"of": of, "rows": rows})
-    return rows
+    yield from ((snapshot, seconds) for snapshot in snapshots.finish())
+
+
+def _at_once(
+    stage: Stage, arm: Arm[GlueExperiment], of: Mapping[str, Any], model: nn.Module, loss: Loss
+) -> Iterator[tuple[Snapshot, float]]:
+    """A model of each size, compressed before any training and then trained, and the seconds that this took.
+
+    Components are kept by what the model's own answers would lose, on the rows that whitening looks at.
+    """
+    experiment = arm.experiment
+    assert experiment.budget is not None and isinstance(experiment.method, Svd)
+    plan, method, training = _plan(experiment, model), experiment.method, experiment.training
+    data: dict[str, Any] = {}
+    if experiment.init == "whitened":
+        data = {"calibration": _calibration(stage, experiment), "loss": sampled_loss(experiment.seed)}
+    account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
+    for budget in _budgets(experiment, experiment.budget):
+        name = _name(arm, budget)
+        stage.watcher.phase(f"compressing for {name}")
+        small = compress(model, budget, plan=plan, layout=method.layout, **data)
+        size = SizeReport(account.dense, budget.resolve(account), count(small), count(small), account.prunable)
+        stage.watcher.phase(f"training {name}")
+        seconds = _tune(stage, name, of, small, training, loss, seed=2 * experiment.seed + 1)
+        yield Snapshot(budget, small, size, training.steps(len(stage.splits.train))), seconds
+
+
+def _name(arm: Arm[GlueExperiment], budget: Budget) -> str:
+    """Of the row of one size."""
+    return arm.name if budget == arm.experiment.budget else f"{arm.name}-at-{100 * (budget.removed or 0):g}"
 
 
 def _healed(stage: Stage, arm: Arm[GlueExperiment], snapshot: Snapshot, loss: Loss, seconds: float) -> dict[str, Any]:
     """Train the compact model itself for a while, evaluate and save it; its row."""
     experiment = arm.experiment
-    name = (
-        arm.name if snapshot.budget == experiment.budget else f"{arm.name}-at-{100 * (snapshot.budget.removed or 0):g}"
-    )
+    name = _name(arm, snapshot.budget)
     steps = snapshot.step
     if experiment.healing is not None:
         stage.watcher.phase(f"healing {name}")
