@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.core.factorize import Moments, random, same_size_rank, svd
+from rankwise.core.factorize import Moments, random, same_size_rank, svd, svd_of_pair
 
 SHAPES = [(6, 6), (9, 4), (4, 9), (1, 5), (5, 1)]
 
@@ -86,3 +86,40 @@ def test_random_factors_have_the_variance_of_the_matrix(scale: float) -> None:
 def test_the_starting_rank_keeps_the_size(rows: int, columns: int) -> None:
     rank = same_size_rank((rows, columns))
     assert rank == 1 or rank * (rows + columns) <= rows * columns < (rank + 1) * (rows + columns)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+    weighs=st.sampled_from(["nothing", "inputs", "rows", "both"]),
+)
+def test_the_svd_of_a_pair_is_that_of_its_product(seed: int, sizes: tuple[int, int, int], weighs: str) -> None:
+    num_out, rank_of_pair, num_in = sizes
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    p_OR, q_RI, x = draw(num_out, rank_of_pair), draw(rank_of_pair, num_in), draw(30, num_in)
+    moments = Moments(
+        x.t() @ x / 30 if weighs in ("inputs", "both") else None,
+        draw(num_out).square() if weighs in ("rows", "both") else None,
+    )
+    full = min(sizes)
+    for rank in range(1, full + 1):
+        got, want = svd_of_pair(p_OR, q_RI, rank, moments), svd(p_OR @ q_RI, rank, moments)
+        torch.testing.assert_close(got.energy_R, want.energy_R, rtol=1e-5, atol=1e-7 * float(want.energy_R[0]))
+        assert product(got).shape == (num_out, num_in) and got.p_OR.shape[1] == rank
+        # where two energies are nearly the same, either component may be the last: the errors are the same all the same
+        errors = [_weighted_error(product(each) - p_OR @ q_RI, moments) for each in (got, want)]
+        torch.testing.assert_close(*errors, rtol=1e-4, atol=1e-5 * float(want.energy_R[0]) ** 0.5)
+    assert (product(svd_of_pair(p_OR, q_RI)) - p_OR @ q_RI).norm() <= 1e-5 * (p_OR @ q_RI).norm()
+
+
+def _weighted_error(error_OI: torch.Tensor, moments: Moments, damping: float = 1e-2) -> torch.Tensor:
+    if moments.inputs_II is not None:
+        mean = moments.inputs_II.diagonal().mean()
+        error_OI = error_OI @ torch.linalg.cholesky(moments.inputs_II + damping * mean * torch.eye(len(error_OI.t())))
+    if moments.rows_O is not None:
+        error_OI = error_OI * (moments.rows_O + damping * moments.rows_O.mean()).sqrt()[:, None]
+    return error_OI.norm()

@@ -30,6 +30,7 @@ METHODS = {
     "agp": make_method("agp", anneal_steps=3, mask_every=1),
     "flop-agp": make_method("flop-agp", anneal_steps=3, mask_every=1),
     "flop-l0": make_method("flop-l0", anneal_steps=3),
+    "svd": make_method("svd"),
 }
 
 

@@ -15,6 +15,8 @@ ROWS = 4096
 """Rows of W that are held in double precision at a time."""
 COLUMNS = 256
 """Rows of C that are."""
+NEGLIGIBLE = 1e-12
+"""Damping of moments that are exact, so that they have an inverse."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,23 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     make = _from_outputs if out_features < in_features else _from_inputs
     p_OR, q_RI, energy_R = make(weight_OI.detach(), rank, rows_O, moments.inputs_II, damping)
     return Factors(p_OR.to(weight_OI.dtype), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
+
+
+def svd_of_pair(
+    p_OR: Tensor, q_RI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2
+) -> Factors:
+    """`svd` of W = P Q with no more work than its rank asks for.
+
+    W x = P y with y = Q x: so it is P that is factorized, by the moments Q C Q^T of y, and W is never multiplied out.
+    """
+    moments = moments or Moments()
+    rank = min(*p_OR.shape, *q_RI.shape, *([] if rank is None else [rank]))
+    q = q_RI.detach().double()
+    spread = q if moments.inputs_II is None else _times_damped(q, moments.inputs_II, damping)
+    make = _from_outputs if p_OR.shape[0] < p_OR.shape[1] else _from_inputs
+    rows_O = _damped_rows(moments.rows_O, damping)
+    first, second, energy_R = make(p_OR.detach(), rank, rows_O, spread @ q.t(), NEGLIGIBLE)
+    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), energy_R)
 
 
 def _from_inputs(
