@@ -123,24 +123,25 @@ BASES = {
 TABLES: dict[str, dict[str, str]] = {
     "ten-minutes": {"enwik8-sru-10min": "flop-l0-80 dense"},
     "enwik8-sru": {
-        "enwik8-sru": "dense flop-l0-80 fac-80 flop-l0-90 fac-90 agp-80 flop-l0-70 agp-90 flop-l0-80-published "
-        "flop-agp-80 flop-agp-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published fac-90-scratch flop-agp-70 "
-        "fac-70-scratch fac-70"
+        "enwik8-sru": "dense flop-l0-80 svd-80 fac-80 flop-l0-90 svd-90 fac-90 agp-80 flop-l0-70 agp-90 "
+        "flop-l0-80-published svd-70 flop-agp-80 flop-agp-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published "
+        "fac-90-scratch flop-agp-70 fac-70-scratch fac-70"
     },
     "np-l0": {
         "enwik8-sru-plain-1536": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",
         "enwik8-sru-plain-2048": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",
     },
     "enwik8-transformer-xl": {
-        "enwik8-transformer-xl": "dense flop-l0-80 fac-80 agp-80 flop-l0-90 flop-agp-80 flop-agp-90 fac-80-scratch"
+        "enwik8-transformer-xl": "dense flop-l0-80 fac-80 svd-80 agp-80 flop-l0-90 flop-agp-80 flop-agp-90 "
+        "fac-80-scratch"
     },
     "words": {
-        "enwik8-words": "dense flop-l0-70 fac-70 agp-70 flop-l0-80 flop-l0-50 fac-80 fac-50 flop-agp-70 agp-80 agp-50 "
-        "flop-agp-80 flop-agp-50 fac-70-scratch fac-80-scratch fac-50-scratch",
+        "enwik8-words": "dense flop-l0-70 fac-70 svd-70 agp-70 flop-l0-80 flop-l0-50 fac-80 fac-50 flop-agp-70 agp-80 "
+        "agp-50 flop-agp-80 flop-agp-50 fac-70-scratch fac-80-scratch fac-50-scratch",
         "enwik8-words-plain": "dense np-l0-70 np-l0-80 np-l0-50",
     },
     "wikitext-2": {"wikitext-2": "dense flop-l0-70 fac-70 agp-70 flop-agp-70 flop-l0-50 fac-50 flop-l0-80 fac-80"},
-    "demo": {"demo": "dense flop-l0-80 fac-80 flop-l0-80-published fac-80-scratch agp-80"},
+    "demo": {"demo": "dense flop-l0-80 svd-80 fac-80 flop-l0-80-published fac-80-scratch agp-80"},
 }
 """Of each base, its cells, the most telling first."""
 

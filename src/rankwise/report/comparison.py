@@ -17,6 +17,7 @@ VARIANTS = (
     ("flop-agp", "flop-agp", "flop-agp-{}"),
     ("flop-l0", "flop-l0", "flop-l0-{}"),
     ("flop-l0, published recipe", None, "flop-l0-{}-published"),
+    ("svd, at once, then trained", None, "svd-{}"),
 )
 """What a row is called, the paper's method that it stands beside, and our cell."""
 DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
