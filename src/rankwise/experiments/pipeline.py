@@ -20,17 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
-from rankwise.core.budget import SizeReport, count
-from rankwise.core.plan import Site, get_module
 from rankwise.data.corpus import Corpus
 from rankwise.data.text import read_blocks
 from rankwise.data.windows import Windows
-from rankwise.deploy.compress import loss_of_choices
 from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
 from rankwise.deploy.save import WEIGHTS, save
 from rankwise.errors import CheckpointError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
+from rankwise.experiments.at_once import compress_at_once
+from rankwise.experiments.books import analysis, sizes
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import (
@@ -49,18 +48,14 @@ from rankwise.experiments.latency import Latency, find_latency
 from rankwise.experiments.outline import outline
 from rankwise.methods.svd import Svd
 from rankwise.models.architectures import build, describe_config
-from rankwise.oneshot import compress
-from rankwise.pruner import Pruner, account_of, planned
-from rankwise.training import Outcome, TrainingConfig, fit
+from rankwise.pruner import Pruner
+from rankwise.training import TrainingConfig, fit
 from rankwise.training.evaluate import Quality, evaluate
-from rankwise.training.histograms import GATES
 from rankwise.training.language import LanguageModel
-from rankwise.training.records import RunFolder, surroundings
+from rankwise.training.records import surroundings
 
 REPEATS = 30
 """Of every model, when they are timed."""
-CALIBRATION_WINDOWS = 64
-"""Of training text, by which a model is compressed at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,33 +246,18 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str,
     described = to_json(experiment)
     about = {key: described[key] for key in ("model", "method", "budget", "init", "exclude", "seed")}
     about["base"] = None if base is None else _fingerprint(base / MODEL / WEIGHTS)
+
+    def compressed() -> nn.Module:
+        stage.watcher.phase(f"compressing for {arm.name}")
+        small = compress_at_once(experiment, make().to(device_of(experiment.training)), corpus.train)
+        stage.watcher.phase(f"training {arm.name}")
+        return small
+
     if base is not None and isinstance(experiment.method, Svd):
-        return _finish(stage, arm, about, experiment.pruning_training, lambda: _compressed(stage, arm, make()), None)
+        return _finish(stage, arm, about, experiment.pruning_training, compressed, None)
     dense = experiment.method.name == "dense"
     stage.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
     return _finish(stage, arm, about, experiment.pruning_training, make, None if dense else gate)
-
-
-def _compressed(stage: Stage, arm: Arm[Experiment], model: nn.Module) -> nn.Module:
-    """The base at its size before any training, by what its own answers to training text would lose."""
-    experiment, text = arm.experiment, stage.corpus.train
-    assert experiment.budget is not None and isinstance(experiment.method, Svd)
-    stage.watcher.phase(f"compressing for {arm.name}")
-    device, length = device_of(experiment.training), min(experiment.training.window, len(text))
-    starts = torch.linspace(0, len(text) - length, CALIBRATION_WINDOWS).long().tolist()
-    windows = [torch.from_numpy(text[start : start + length].astype("int64"))[None].to(device) for start in starts]
-    generator = torch.Generator().manual_seed(experiment.seed)
-    small = compress(
-        model.to(device),
-        experiment.budget,
-        windows,
-        loss=lambda output: loss_of_choices(output[0], generator),
-        plan=find_plan(model, exclude=experiment.exclude),
-        layout=experiment.method.layout,
-        in_place=True,
-    )
-    stage.watcher.phase(f"training {arm.name}")
-    return small
 
 
 def _finish(
@@ -316,67 +296,17 @@ def _finish(
     row = {
         "name": "dense" if arm.name == BASE else arm.name,
         "method": arm.experiment.method.name,
-        **_sizes(stage, arm, outcome, small),
+        **sizes(arm.experiment, outcome, small, len(corpus.vocabulary)),
         "valid": quality_of(small, corpus, "valid", config).record(),
         "test": quality_of(small, corpus, "test", config).record(),
         "steps": config.steps,
         "tokens": outcome.record["tokens"],
         "seconds": outcome.record["seconds"],
         "folder": arm.name,
-        **_analysis(stage, arm, outcome, small),
+        **analysis(arm.experiment, outcome, small, len(corpus.vocabulary)),
     }
     write(folder / EXPORT, {"of": known, "row": row})
     return row
-
-
-def _sizes(stage: Stage, arm: Arm[Experiment], outcome: Outcome, small: nn.Module) -> dict[str, Any]:
-    experiment = arm.experiment
-    if outcome.pruner is not None:
-        report = outcome.pruner.size()
-    elif experiment.budget is None:
-        return {"parameters": count(small), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
-    else:
-        model = _fresh(stage, arm)
-        plan = planned(model, find_plan(model, exclude=experiment.exclude), experiment.method)
-        account = account_of(model, plan, experiment.method, experiment.budget, trained=True)
-        exported = count(small)
-        report = SizeReport(account.dense, experiment.budget.resolve(account), exported, exported, account.prunable)
-    return {
-        "parameters": report.exported,
-        "removed": report.removed,
-        "removed_of_prunable": report.removed_of_prunable,
-        "nonzeros": report.nonzeros,
-    }
-
-
-def _fresh(stage: Stage, arm: Arm[Experiment]) -> nn.Module:
-    """The dense model, without weights."""
-    with torch.device("meta"):
-        return build(replace(arm.experiment.model, num_words=len(stage.corpus.vocabulary)))
-
-
-def _analysis(stage: Stage, arm: Arm[Experiment], outcome: Outcome, small: nn.Module) -> dict[str, Any]:
-    """What was kept of each matrix, (parameters before, after); and how the gates of the first and the last decided."""
-    pruner = outcome.pruner
-    if pruner is None:
-        if arm.experiment.budget is None:
-            return {}
-        sites = find_plan(_fresh(stage, arm), exclude=arm.experiment.exclude).sites
-        return {"matrices": {site.name: [site.params, _kept(small, site)] for site in sites}}
-    counts = pruner.controller.counts(pruner.limit)
-    books = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
-    found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in books}}
-    lines = [line for line in RunFolder(outcome.folder).lines() if GATES in line]
-    if lines:
-        shown = dict.fromkeys((pruner.plan.sites[0].name, pruner.plan.sites[-1].name))
-        histograms = {name: [line[GATES][name] for line in lines] for name in shown}
-        found["gates"] = {"steps": [line["step"] for line in lines], "histograms": histograms}
-    return found
-
-
-def _kept(small: nn.Module, site: Site) -> int:
-    """Parameters of a matrix in a compact model, its bias not among them."""
-    return sum(p.numel() for p in get_module(small, site.uses[0]).parameters() if p.dim() > 1)
 
 
 def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, window: int, device: torch.device) -> None:

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.targets import target_plan
-from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.budget import Budget, count
 from rankwise.core.plan import Plan
 from rankwise.data.glue.tasks import task_named
-from rankwise.deploy.compress import sampled_loss
 from rankwise.deploy.measure import time_together
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
+from rankwise.experiments.glue.at_once import compress_at_once
 from rankwise.experiments.glue.config import GlueExperiment
 from rankwise.experiments.glue.data import Splits, load_splits
 from rankwise.experiments.glue.encoder import check_encoder, load_encoder, quiet
@@ -38,7 +38,6 @@ from rankwise.hf.distill import distillation_loss
 from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
 from rankwise.methods.svd import Svd
-from rankwise.oneshot import compress
 from rankwise.pruner import Pruner, account_of, planned
 from rankwise.training.records import RunFolder, surroundings
 from rankwise.training.snapshots import Snapshot, Snapshots
@@ -196,22 +195,15 @@ def _along_the_ramp(
 def _at_once(
     stage: Stage, arm: Arm[GlueExperiment], of: Mapping[str, Any], model: nn.Module, loss: Loss
 ) -> Iterator[tuple[Snapshot, float]]:
-    """A model of each size, compressed before any training and then trained, and the seconds that this took.
-
-    Components are kept by what the model's own answers would lose, on the rows that whitening looks at.
-    """
+    """A model of each size, compressed before any training and then trained, and the seconds that this took."""
     experiment = arm.experiment
-    assert experiment.budget is not None and isinstance(experiment.method, Svd)
-    plan, method, training = _plan(experiment, model), experiment.method, experiment.training
-    data: dict[str, Any] = {}
-    if experiment.init == "whitened":
-        data = {"calibration": _calibration(stage, experiment), "loss": sampled_loss(experiment.seed)}
-    account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
+    assert experiment.budget is not None
+    training, plan = experiment.training, _plan(experiment, model)
+    calibration = _calibration(stage, experiment) if experiment.init == "whitened" else None
     for budget in _budgets(experiment, experiment.budget):
         name = _name(arm, budget)
         stage.watcher.phase(f"compressing for {name}")
-        small = compress(model, budget, plan=plan, layout=method.layout, **data)
-        size = SizeReport(account.dense, budget.resolve(account), count(small), count(small), account.prunable)
+        small, size = compress_at_once(experiment, model, plan, budget, calibration)
         stage.watcher.phase(f"training {name}")
         seconds = _tune(stage, name, of, small, training, loss, seed=2 * experiment.seed + 1)
         yield Snapshot(budget, small, size, training.steps(len(stage.splits.train))), seconds
