@@ -15,8 +15,8 @@ from rankwise.report.tables import Table, table
 Results = Mapping[str, Any]
 KNOWN = (
     "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
-    "table-words", "table-wikitext-2", "glue-mpnet", BENCHMARKS, "enwik8-small-sru", "methods-enwik8-transformer",
-    "methods-enwik8-transformer-long", "oneshot-smollm2", "lagrangian-recipes",
+    "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
+    "methods-enwik8-transformer", "methods-enwik8-transformer-long", "oneshot-smollm2", "lagrangian-recipes",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results
@@ -155,6 +155,13 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "RoBERTa-base is not MPNet-base: only what is lost compares. The number behind a name is the "
         "percentage removed of the whole model ([glue.md](glue.md)).",
         _of("glue-mpnet", sections.fine_tuning),
+    ),
+    (
+        "Fine-tuning, a small encoder on a CPU",
+        "All-MiniLM-L6, two cores; nothing was chosen on these rows. `python benchmarks/glue.py "
+        "results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE --tasks mrpc "
+        "--rows dense,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
+        _of("glue-minilm", sections.fine_tuned),
     ),
     (
         "Inference on a CPU",

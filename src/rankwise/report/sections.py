@@ -8,7 +8,7 @@ from typing import Any
 
 from rankwise.report.paper import FINE_TUNING, TIMING
 from rankwise.report.records import Cell, bases, cells
-from rankwise.report.tables import Table, spread
+from rankwise.report.tables import MEASURES, Table, spread
 
 Record = Mapping[str, Any]
 BITS = "bits_per_character"
@@ -60,6 +60,17 @@ def fine_tuning(record: Record | None) -> Table:
         size = next(row["parameters"] for row in found if row["row"] == name)
         rows.append((f"MPNet-base, {name}", f"{size:,}", *(spread(scores[t], ".2f") for t in TASKS), mean))
     return Table(("", "parameters", *TASKS.values(), "mean"), tuple(rows))
+
+
+def fine_tuned(record: Record) -> Table:
+    """Every task's own metrics, over seeds."""
+    found = record["rows"]
+    rows = []
+    for task, name in dict.fromkeys((row["title"], row["row"]) for row in found):
+        group = [row for row in found if (row["title"], row["row"]) == (task, name)]
+        metrics = [f"{MEASURES[key]} {spread([row['test'][key] for row in group])}" for key in group[0]["test"]]
+        rows.append((task, name, f"{group[0]['parameters']:,}", "; ".join(metrics), str(len(group))))
+    return Table(("", "", "parameters", "development set", "seeds"), tuple(rows))
 
 
 def timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
