@@ -187,6 +187,12 @@ class SizeReport:
     nonzeros: bool = False
     """Whether sizes count non-zero weights, because the method cannot shrink a matrix (AGP)."""
 
+    @classmethod
+    def of(cls, small: nn.Module, account: Account, budget: Budget) -> SizeReport:
+        """Of a model that is small already: no gate moves its size any more."""
+        size = count(small)
+        return cls(account.dense, budget.resolve(account), size, size, account.prunable)
+
     @property
     def removed(self) -> float:
         """Fraction of the whole model that the export removes."""

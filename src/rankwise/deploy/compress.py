@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
-from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.save import check_target, save
@@ -73,7 +73,7 @@ def compress_saved(
     data = {} if calibration is None else _data(model, calibration, vocabulary)
     compress(model, budget, plan=plan, layout=layout, in_place=True, **data)
     save(model, target, overwrite=overwrite)
-    return SizeReport(account.dense, budget.resolve(account), count(model), count(model), account.prunable)
+    return SizeReport.of(model, account, budget)
 
 
 def _data(model: nn.Module, calibration: Calibration, vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -29,8 +29,7 @@ def sizes(experiment: Experiment, outcome: Outcome, small: nn.Module, num_words:
         model = _fresh(experiment, num_words)
         plan = planned(model, find_plan(model, exclude=experiment.exclude), experiment.method)
         account = account_of(model, plan, experiment.method, experiment.budget, trained=True)
-        exported = count(small)
-        report = SizeReport(account.dense, experiment.budget.resolve(account), exported, exported, account.prunable)
+        report = SizeReport.of(small, account, experiment.budget)
     return {
         "parameters": report.exported,
         "removed": report.removed,

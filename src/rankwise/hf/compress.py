@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.memory import return_large_blocks, trim
 from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
 from rankwise.errors import CheckpointError, DataError, RankwiseError
@@ -67,7 +67,7 @@ def compress_pretrained(
         data["loss"] = sampled_loss()
     with _without_cache(found):
         compress(found, budget, plan=plan, layout=layout, in_place=True, **data)
-    size = SizeReport(account.dense, budget.resolve(account), count(found), count(found), account.prunable)
+    size = SizeReport.of(found, account, budget)
     tokenizer = load_tokenizer(model, needed=False)
     save_pretrained(found, target, tokenizer=tokenizer, size=size, base_model=model, overwrite=overwrite)
     return size

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
 from rankwise.deploy.compress import sampled_loss
 from rankwise.experiments.glue.config import GlueExperiment
@@ -27,5 +27,4 @@ def compress_at_once(
         data = {"calibration": calibration, "loss": sampled_loss(experiment.seed)}
     account = account_of(model, planned(model, plan, method), method, budget, trained=True)
     small = compress(model, budget, plan=plan, layout=method.layout, **data)
-    size = count(small)
-    return small, SizeReport(account.dense, budget.resolve(account), size, size, account.prunable)
+    return small, SizeReport.of(small, account, budget)
