@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.pruner import Pruner
+from rankwise.training.graph import BatchGraphs
 from rankwise.training.interrupt import interruption
 from rankwise.training.schedules import SCHEDULES
 
@@ -119,35 +120,46 @@ def tune(
     """
     torch.manual_seed(seed)
     device, num_steps = next(model.parameters()).device, config.steps(len(examples))
-    optimizer = torch.optim.AdamW(_groups(model, config.weight_decay), lr=config.lr, fused=True)
-    batches = _endless(examples, config.batch_size, seed)
+    lr = torch.tensor(config.lr, device=device)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(_groups(model, config.weight_decay), lr=lr, fused=True, capturable=on_gpu)
     # summed on the device: nothing waits for it until a line is written
     total, since, began = torch.zeros((), device=device), 0, time.perf_counter()
+
+    def move_weights(batch: Batch) -> None:
+        optimizer.zero_grad()
+        with autocast(precision, device):
+            value = loss(model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        total.add_(value.detach())
+        if pruner is None:
+            optimizer.zero_grad()
+
+    # gates open and close, and every change would want a graph of its own for every length
+    move = BatchGraphs(move_weights).run if on_gpu and pruner is None else move_weights
+    batches = _endless(examples, config.batch_size, seed)
     model.train()
     with interruption() as stop:
         for step in range(1, num_steps + 1):
             stop.check()
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr_at(step, num_steps)
-            with autocast(precision, device):
-                value = loss(model, next(batches))
-            value.backward()  # type: ignore[no-untyped-call]
-            if config.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            optimizer.step()
+            lr.fill_(config.lr_at(step, num_steps))
+            move(next(batches))
             if pruner is not None:
                 pruner.step()
-            optimizer.zero_grad()
             if after_step is not None:
                 after_step()
-            total, since = total + value.detach(), since + 1
+            since += 1
             if log is not None and (step % config.log_every == 0 or step == num_steps):
                 line = {"step": step, "seconds": time.perf_counter() - began, "loss": float(total) / since}
                 if pruner is not None:
                     line |= {"expected_size": pruner.controller.expected_size(), "target": pruner.controller.target()}
                 log(line)
-                total, since = torch.zeros_like(total), 0
-    if device.type == "cuda":
+                total.zero_()
+                since = 0
+    if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
