@@ -4,8 +4,8 @@ MODEL is a folder that `from_pretrained` loads (for a model in GGUF form, save i
 holds train.txt, valid.txt and test.txt. Rows, each at the same number of parameters: the truncated SVD and SVD-LLM's
 whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots.
 Calibration reads training text and nothing is chosen here; perplexity is per token of the model's own tokenizer on the
-first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains our rows on
-training text to give the dense model's answers.
+first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains every row but
+"svd" on training text to give the dense model's answers. Rows that OUT.json holds already are not run again.
 """
 
 from __future__ import annotations
@@ -40,21 +40,25 @@ ROWS = {
 
 
 def uniform(model: nn.Module, removed: float, batches: list[Any] | None) -> tuple[nn.Module, int]:
-    """Every linear layer at the same share of its parameters; products are multiplied out, sizes those of the pairs."""
+    """Every linear layer a pair with the same share of its parameters."""
     small = copy.deepcopy(model)
     plan = plan_of(small, embeddings=False, exclude=())
     dense = rw.count(model)
     kept = 1 - math.ceil(removed * dense) / plan.params
     moments = {} if batches is None else second_moments(small, plan, batches, dtype=torch.float32)
-    size = dense - plan.params
     for site in plan.sites:
-        weight = small.get_submodule(site.name).weight
-        rank = int(kept * weight.numel() / sum(weight.shape))
-        factors = svd(weight, rank, moments.pop(site.name, None))
-        with torch.no_grad():
-            weight.copy_(factors.p_OR @ factors.q_RI)
-        size += rank * sum(weight.shape)
-    return small, size
+        layer = small.get_submodule(site.name)
+        assert isinstance(layer, nn.Linear) and layer.bias is None
+        rank = int(kept * layer.weight.numel() / sum(layer.weight.shape))
+        factors = svd(layer.weight, rank, moments.pop(site.name, None))
+        small.set_submodule(site.name, nn.Sequential(_linear(factors.q_RI), _linear(factors.p_OR)))
+    return small, rw.count(small)
+
+
+def _linear(weight_OI: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI.contiguous())
+    return layer
 
 
 def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -> tuple[nn.Module, int]:
@@ -159,12 +163,17 @@ def main() -> None:
         "commit": harness.commit(),
     }
     print(record["rows"][0], flush=True)
+    if options.out.exists():
+        record["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+    found = {(row["name"], row.get("removed")) for row in record["rows"]}
     train = None
     if options.heal:
         text = (options.texts / "train.txt").read_text(encoding="utf-8")
         train = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     for removed in map(float, options.removed.split(",")):
         for name in options.rows.split(","):
+            if (name, removed) in found:
+                continue
             start = time.perf_counter()
             if name in ("pair", "pivot"):
                 small, size = ours(model, removed, name, windows)
@@ -174,7 +183,7 @@ def main() -> None:
             row = {"name": name, "about": ROWS[name], "removed": removed, "parameters": size}
             row["seconds"] = round(time.perf_counter() - start, 1)
             row["perplexity"] = measured(small)
-            if train is not None and name in ("pair", "pivot"):
+            if train is not None and name != "svd":
                 row["healed"] = measured(heal(small, model, train, options))
             record["rows"].append(row)
             print(row, flush=True)

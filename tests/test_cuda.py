@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Spec, batch
 from test_pruner import METHODS, PRUNING
+from torch import nn
 
 import rankwise as rw
 
@@ -52,3 +55,21 @@ def test_a_step_synchronises_once() -> None:
         pruner.step()
     waits = [e for e in profile.events() if e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
     assert len(waits) <= 1
+
+
+@pytest.mark.parametrize("layout", ["pair", "pivot"])
+def test_a_model_is_compressed_on_the_gpu_as_on_a_cpu(layout: Literal["pair", "pivot"]) -> None:
+    spec = Spec(num_words=40, width=16, back="tied", parts=("linear", "nested", "pair", "shared", "shared"))
+    tokens = [batch(spec, seed=seed) for seed in range(4)]
+
+    def compressed(device: str) -> nn.Module:
+        data = [window.to(device) for window in tokens]
+        return rw.compress(
+            spec.build().to(device), rw.Budget(removed=0.4), data,
+            loss=lambda logits: logits.square().mean(), layout=layout,
+        )  # fmt: skip
+
+    here, there = compressed("cpu"), compressed("cuda")
+    assert rw.count(here) == rw.count(there)
+    want = here(tokens[0])
+    assert (there(tokens[0].cuda()).cpu() - want).abs().max() <= 1e-3 * want.abs().max()

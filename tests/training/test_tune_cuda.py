@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +59,8 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def test_graphs_train_the_weights_that_a_cpu_trains() -> None:
-    start, loss, lines = model(), Loss(), []
+    start, loss = model(), Loss()
+    lines: list[Mapping[str, Any]] = []
     here, there = copy.deepcopy(start), copy.deepcopy(start).cuda()
     tune(here, Lines("cpu"), CONFIG, Loss(), precision="no", log=None)
     tune(there, Lines("cuda"), CONFIG, loss, precision="no", log=lines.append)
@@ -69,7 +72,7 @@ def test_graphs_train_the_weights_that_a_cpu_trains() -> None:
 
 
 def test_dropout_draws_anew_in_every_step_of_a_graph() -> None:
-    seen = []
+    seen: list[Tensor] = []
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
@@ -83,7 +86,7 @@ def test_dropout_draws_anew_in_every_step_of_a_graph() -> None:
 
     dropped = Dropped().cuda()
     tune(dropped, Lines("cuda"), CONFIG, Loss(), after_step=lambda: seen.append((dropped.mask != 0).cpu()))
-    pairs = zip(seen, seen[1:], strict=False)
+    pairs = pairwise(seen)
     assert all(300 < int((a != b).sum()) < 700 for a, b in pairs)
 
 

@@ -43,8 +43,8 @@ def glue(name: str) -> GlueExperiment:
         base=tuned,
         method=make_method("svd", layout="pivot"),
         budget=Budget(removed=0.35),
-        training=replace(made_small, epochs=4 if small else 10, max_steps=1_000, min_steps=400),
-        healing=replace(made_small, epochs=2 if small else 5, max_steps=500, min_steps=200),
+        training=replace(made_small, epochs=4 if small else 10, max_steps=1_000 if small else 2_000, min_steps=400),
+        healing=replace(made_small, epochs=2 if small else 5, max_steps=500 if small else 1_000, min_steps=200),
         distillation=Distillation(),
     )
 
