@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import pytest
@@ -60,12 +61,12 @@ def test_a_step_synchronises_once() -> None:
 @pytest.mark.parametrize("layout", ["pair", "pivot"])
 def test_a_model_is_compressed_on_the_gpu_as_on_a_cpu(layout: Literal["pair", "pivot"]) -> None:
     spec = Spec(num_words=40, width=16, back="tied", parts=("linear", "nested", "pair", "shared", "shared"))
-    tokens = [batch(spec, seed=seed) for seed in range(4)]
+    model, tokens = spec.build(), [batch(spec, seed=seed) for seed in range(4)]
 
     def compressed(device: str) -> nn.Module:
         data = [window.to(device) for window in tokens]
         return rw.compress(
-            spec.build().to(device), rw.Budget(removed=0.4), data,
+            copy.deepcopy(model).to(device), rw.Budget(removed=0.4), data,
             loss=lambda logits: logits.square().mean(), layout=layout,
         )  # fmt: skip
 
