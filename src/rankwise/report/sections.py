@@ -47,19 +47,24 @@ def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def fine_tuning(record: Record | None) -> Table:
-    """The mean of each task's metrics."""
+    """The mean of each task's metrics, and the share of the dense model's mean that is kept."""
     rows = [
         (f"paper: RoBERTa-base, {name}", str(row["parameters"]), *(f"{row[task]:.2f}" for task in (*TASKS, "mean")))
         for name, row in FINE_TUNING.items()
     ]
+    dense = float(FINE_TUNING["dense"]["mean"])
+    rows = [(*row, f"{float(row[-1]) / dense:.1%}") for row in rows]
     found = (record or {}).get("rows", [])
+    means: dict[str, float] = {}
     for name in dict.fromkeys(row["row"] for row in found):
         scores = {task: [row["score"] for row in found if (row["row"], row["task"]) == (name, task)] for task in TASKS}
-        means = [statistics.mean(values) for values in scores.values() if values]
-        mean = f"{statistics.mean(means):.2f}" if len(means) == len(TASKS) else ""
+        if all(scores.values()):
+            means[name] = statistics.mean(statistics.mean(values) for values in scores.values())
+        of_dense = means[name] / means["dense"] if means.keys() >= {name, "dense"} else None
         size = next(row["parameters"] for row in found if row["row"] == name)
-        rows.append((f"MPNet-base, {name}", f"{size:,}", *(spread(scores[t], ".2f") for t in TASKS), mean))
-    return Table(("", "parameters", *TASKS.values(), "mean"), tuple(rows))
+        overall = (f"{means[name]:.2f}" if name in means else "", "" if of_dense is None else f"{of_dense:.1%}")
+        rows.append((f"MPNet-base, {name}", f"{size:,}", *(spread(scores[t], ".2f") for t in TASKS), *overall))
+    return Table(("", "parameters", *TASKS.values(), "mean", "of dense"), tuple(rows))
 
 
 def fine_tuned(record: Record) -> Table:
@@ -139,7 +144,7 @@ def methods(record: Record) -> Table:
 
 
 def oneshot(record: Record) -> Table:
-    """Compression without training."""
+    """Compression without training, and after a little of it."""
     rows = sorted(record["rows"], key=lambda row: row.get("removed", 0.0))
     cells = [
         (
@@ -148,7 +153,8 @@ def oneshot(record: Record) -> Table:
             f"{row.get('removed', 0.0):.0%}",
             f"{row['parameters']:,}",
             f"{row['perplexity']:,.1f}",
+            f"{row['healed']:,.1f}" if "healed" in row else "",
         )
         for row in rows
     ]
-    return Table(("", "", "removed", "parameters", "perplexity"), tuple(cells))
+    return Table(("", "", "removed", "parameters", "perplexity", "healed"), tuple(cells))
