@@ -97,3 +97,32 @@ def test_a_model_that_waits_for_the_gpu_is_trained_without_a_graph() -> None:
     expected = model().cuda()
     tune(expected, Lines("cuda"), CONFIG, Loss(), precision="no")
     torch.testing.assert_close(weights(trained), weights(expected), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_an_encoder_and_its_teacher_are_trained_by_graphs(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from rankwise.hf.distill import Distillation, distillation_loss
+
+    sizes = {"hidden_size": 16, "dim": 16, "intermediate_size": 32, "hidden_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "n_heads": 2, "n_layers": 2, "vocab_size": 50, "pad_token_id": 1}
+    config = transformers.AutoConfig.for_model(family, **sizes, **heads)
+    torch.manual_seed(0)
+    student = transformers.AutoModelForSequenceClassification.from_config(config).cuda()
+    loss = distillation_loss(copy.deepcopy(student), Distillation())
+    taken: list[int] = []
+
+    class Texts(Lines):
+        def batches(self, batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+            for batch in super().batches(batch_size, seed):
+                mask = (batch["y"] > -3).long()
+                ids = mask * batch["x"][..., 0].abs().mul(10).long().clamp(max=47) + 2
+                yield {"input_ids": ids, "attention_mask": mask, "labels": mask[:, 0]}
+
+    def counted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        taken.append(1)
+        return loss(model, batch)
+
+    tune(student, Texts("cuda"), CONFIG, counted)
+    assert len(taken) == 2 * 3
+    assert torch.isfinite(weights(student)).all()
