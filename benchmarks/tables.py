@@ -121,7 +121,7 @@ BASES = {
 }
 
 TABLES: dict[str, dict[str, str]] = {
-    "ten-minutes": {"enwik8-sru-10min": "flop-l0-80 dense"},
+    "ten-minutes": {"enwik8-sru-10min": "flop-l0-80 svd-80 dense"},
     "enwik8-sru": {
         "enwik8-sru": "dense flop-l0-80 svd-80 fac-80 flop-l0-90 svd-90 fac-90 agp-80 flop-l0-70 agp-90 "
         "flop-l0-80-published svd-70 flop-agp-80 flop-agp-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published "

@@ -26,6 +26,7 @@ def ten_minutes(single: Record, table: Record | None) -> Table:
         "dense base": [Cell(base, 0, None) for base in bases(table, name)],
         "dense control": cells(table, name, "dense"),
         "flop-l0": cells(table, name, "flop-l0-80"),
+        "svd, at once": cells(table, name, "svd-80"),
     }
     rows += [(title, *_figures(group)) for title, group in found.items()]
     return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
