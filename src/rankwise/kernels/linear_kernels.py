@@ -1,6 +1,6 @@
 """The kernels of `linear.py` and `pair.py`: sums of columns; components picked out of a pair, and put back.
 
-Shapes: N = rows, D = width, O = outputs, I = inputs, R = components, K = those that take part.
+Shapes: N = rows, D = width, S = matrices, O = outputs, I = inputs, R = components, K = those that take part.
 """
 
 from __future__ import annotations
@@ -25,6 +25,19 @@ def column_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.con
         b_in = (o_n < N)[:, None] & (o_d < D)[None, :]
         b_sum += tl.sum(tl.load(p_x + o_n[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32), 0)
     tl.store(p_sums + tl.program_id(1) * D + o_d, b_sum, mask=o_d < D)
+
+
+@triton.jit
+def stack_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    i_s = tl.program_id(1)
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    for i_n in range(0, N, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        b_in = (o_n < N)[:, None] & (o_d < D)[None, :]
+        o_nd = (i_s * N + o_n).to(tl.int64)[:, None] * D + o_d[None, :]
+        b_sum += tl.load(p_x + o_nd, mask=b_in, other=0.0)
+    tl.store(p_sums + i_s * D + o_d, tl.sum(b_sum, 0), mask=o_d < D)
 
 
 @triton.jit
@@ -87,6 +100,17 @@ def column_sums(x_NO: Tensor) -> Tensor:
     with on(x_NO):
         column_sums_kernel[(triton.cdiv(width, 128), splits)](x_NO, sums, num_rows, width, BLOCK_N=32, BLOCK_D=128)
     return sums.sum(0)
+
+
+def stack_sums(x_SND: Tensor) -> Tensor:
+    """The sums over rows (S, D) of S matrices of few rows, in float32."""
+    num_stacked, num_rows, width = x_SND.shape
+    sums_SD = x_SND.new_empty(num_stacked, width)
+    with on(x_SND):
+        stack_sums_kernel[(triton.cdiv(width, 32), num_stacked)](
+            x_SND, sums_SD, num_rows, width, BLOCK_N=64, BLOCK_D=32
+        )
+    return sums_SD
 
 
 def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch.dtype) -> Tensor:

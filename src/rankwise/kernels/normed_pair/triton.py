@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
 from rankwise.kernels.linear import product
-from rankwise.kernels.linear_kernels import put_columns, select_columns
+from rankwise.kernels.linear_kernels import put_columns, select_columns, stack_sums
 from rankwise.kernels.normed_pair import reference
 from rankwise.kernels.normed_pair.triton_kernels import (
-    fold_bwd_columns_kernel,
-    fold_bwd_rows_kernel,
+    fold_bwd_kernel,
     fold_kernel,
     row_stats_kernel,
     scale_rows_bwd_kernel,
@@ -32,8 +31,8 @@ from rankwise.kernels.normed_pair.triton_kernels import (
 
 ELEMENTS, ELEMENTS_BACKWARD = 8192, 16384
 """Numbers that one program of the kernels on rows of the rank's width holds: the fastest on an H200."""
-COMPONENTS = 32
-"""Components that one program sums the gradients of the norm over."""
+PROGRAMS = 256
+"""Of the backward pass of folding: each sums up the gradients of the norm over its components."""
 
 
 def row_stats(x_ND: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -93,8 +92,8 @@ class _NormedPair(torch.autograd.Function):
         dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
         if active is not None:
             dp_OR = put_columns(dp_OR, p_OR, active)
-        dy_NR, drstd_N, dt_R = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
-        dq, dgamma, dbeta, dz = _fold_bwd(product(dy_NR.t(), x_ND), dt_R, q_RD, gamma_D, beta_D, z_R, active)
+        dy_NR, drstd_N, dt_blocks = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
+        dq, dgamma, dbeta, dz = _fold_bwd(product(dy_NR.t(), x_ND), dt_blocks, q_RD, gamma_D, beta_D, z_R, active)
         return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
 
 
@@ -125,41 +124,44 @@ def _fold(
 
 def _fold_bwd(
     dc_RD: Tensor,
-    dt_R: Tensor,
+    dt_blocks: Tensor,
     q_RD: Tensor,
     gamma_D: Tensor,
     beta_D: Tensor,
     z_R: Tensor | None,
     active: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of Q, gamma, beta and z; zero at the components that took no part."""
+    """Gradients of Q, gamma, beta and z; zero at the components that took no part.
+
+    That of t comes in parts, one a row of `dt_blocks`.
+    """
     rank, width = dc_RD.shape
     make = torch.empty_like if active is None else torch.zeros_like
     dq_RD, dz_R = make(q_RD), None if z_R is None else make(z_R)
-    mean_R, num_blocks = torch.empty_like(dt_R), triton.cdiv(rank, COMPONENTS)
-    sums = dc_RD.new_empty(2, num_blocks, width, dtype=torch.float32)
-    optional = (mean_R if z_R is None else z_R, mean_R if active is None else active)
-    flags = {"HAS_Z": z_R is not None, "HAS_ACTIVE": active is not None}
+    num_blocks, programs = dt_blocks.shape[0], min(PROGRAMS, rank)
+    sums = dc_RD.new_empty(2, programs, width, dtype=torch.float32)
     with on(q_RD):
-        fold_bwd_rows_kernel[(rank,)](
+        fold_bwd_kernel[(programs,)](
             dc_RD,
-            dt_R,
+            dt_blocks,
             q_RD,
             gamma_D,
             beta_D,
-            *optional,
+            sums if z_R is None else z_R,
+            sums if active is None else active,
             dq_RD,
-            mean_R if dz_R is None else dz_R,
-            mean_R,
+            sums if dz_R is None else dz_R,
+            sums,
+            rank,
             width,
-            **flags,
+            num_blocks,
+            HAS_Z=z_R is not None,
+            HAS_ACTIVE=active is not None,
+            BLOCK_T=triton.next_power_of_2(num_blocks),
             BLOCK_D=triton.next_power_of_2(width),
             num_warps=8,
         )
-        fold_bwd_columns_kernel[(triton.cdiv(width, 128), num_blocks)](
-            dc_RD, dt_R, q_RD, *optional, mean_R, sums, rank, width, **flags, BLOCK_R=COMPONENTS, BLOCK_D=128
-        )
-    dgamma_D, dbeta_D = sums.sum(1)
+    dgamma_D, dbeta_D = stack_sums(sums)
     return dq_RD, dgamma_D.to(gamma_D.dtype), dbeta_D.to(beta_D.dtype), dz_R
 
 
@@ -175,7 +177,7 @@ def _scale_rows(y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> Tensor:
 
 
 def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the product (in the memory of dy), of rstd and of t."""
+    """Gradients of the product (in the memory of dy), of rstd, and what blocks of rows add to that of t."""
     num_rows, rank = y_NR.shape
     block_n, block_r = _cut(rank, ELEMENTS_BACKWARD)
     num_blocks = triton.cdiv(num_rows, block_n)
@@ -185,7 +187,7 @@ def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) ->
         scale_rows_bwd_kernel[(num_blocks,)](
             dy_NR, y_NR, rstd_N, t_R, drstd_N, dt_blocks, num_rows, rank, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=8
         )
-    return dy_NR, drstd_N, dt_blocks.sum(0)
+    return dy_NR, drstd_N, dt_blocks
 
 
 def _cut(rank: int, elements: int) -> tuple[int, int]:
