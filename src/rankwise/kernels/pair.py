@@ -59,10 +59,11 @@ class _PairLinear(torch.autograd.Function):
         from rankwise.kernels.linear_kernels import select_columns, select_rows
 
         x_NI = x_BI.to(dtype).reshape(-1, x_BI.shape[-1])
-        c_KI, kept_OK = select_rows(q_RI, z_R, active_K, dtype), select_columns(p_OR, active_K, dtype)
+        c_KI = select_rows(q_RI, z_R, active_K, dtype)
+        kept_OK, places_R = select_columns(p_OR, active_K, dtype)
         h_NK = x_NI @ c_KI.t()
         y_NO = torch.nn.functional.linear(h_NK, kept_OK, None if bias_O is None else bias_O.to(dtype))
-        ctx.save_for_backward(x_NI, q_RI, p_OR, z_R, active_K, c_KI, kept_OK, h_NK)
+        ctx.save_for_backward(x_NI, q_RI, p_OR, z_R, active_K, places_R, c_KI, kept_OK, h_NK)
         ctx.shape, ctx.x_dtype = x_BI.shape, x_BI.dtype
         return y_NO.view(*x_BI.shape[:-1], -1)
 
@@ -71,10 +72,10 @@ class _PairLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
         from rankwise.kernels.linear_kernels import put_columns, put_rows
 
-        x_NI, q_RI, p_OR, z_R, active_K, c_KI, kept_OK, h_NK = ctx.saved_tensors
+        x_NI, q_RI, p_OR, z_R, active_K, places_R, c_KI, kept_OK, h_NK = ctx.saved_tensors
         dy_NO = dy_BO.reshape(-1, dy_BO.shape[-1])
         dh_NK = dy_NO @ kept_OK
         dx = (dh_NK @ c_KI).view(ctx.shape).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dp_OR = put_columns(product(dy_NO.t(), h_NK), p_OR, active_K)
-        dq_RI, dz_R = put_rows(product(dh_NK.t(), x_NI), q_RI, z_R, active_K)
+        dp_OR = put_columns(product(dy_NO.t(), h_NK), p_OR, active_K, places_R)
+        dq_RI, dz_R = put_rows(product(dh_NK.t(), x_NI), q_RI, z_R, active_K, places_R)
         return dx, dq_RI, dp_OR, dz_R, None, column_sums(dy_NO) if ctx.needs_input_grad[5] else None, None

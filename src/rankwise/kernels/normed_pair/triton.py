@@ -80,20 +80,24 @@ class _NormedPair(torch.autograd.Function):
     ) -> Tensor:
         x_ND, q_RD = x_ND.contiguous(), q_RD.contiguous()
         c_RD, t_R = _fold(q_RD, gamma_D, beta_D, z_R, active, x_ND.dtype)
-        kept_OR = p_OR.to(x_ND.dtype) if active is None else select_columns(p_OR, active, x_ND.dtype)
+        if active is None:
+            kept_OR, places_R = p_OR.to(x_ND.dtype), None
+        else:
+            kept_OR, places_R = select_columns(p_OR, active, x_ND.dtype)
         y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
-        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR)
+        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR)
         return y_NR @ kept_OR.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
+        x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
         dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
         if active is not None:
-            dp_OR = put_columns(dp_OR, p_OR, active)
+            dp_OR = put_columns(dp_OR, p_OR, active, places_R)
         dy_NR, drstd_N, dt_blocks = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
-        dq, dgamma, dbeta, dz = _fold_bwd(product(dy_NR.t(), x_ND), dt_blocks, q_RD, gamma_D, beta_D, z_R, active)
+        dc_RD = product(dy_NR.t(), x_ND)
+        dq, dgamma, dbeta, dz = _fold_bwd(dc_RD, dt_blocks, q_RD, gamma_D, beta_D, z_R, active, places_R)
         return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
 
 
@@ -130,14 +134,14 @@ def _fold_bwd(
     beta_D: Tensor,
     z_R: Tensor | None,
     active: Tensor | None,
+    places_R: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of Q, gamma, beta and z; zero at the components that took no part.
 
     That of t comes in parts, one a row of `dt_blocks`.
     """
-    rank, width = dc_RD.shape
-    make = torch.empty_like if active is None else torch.zeros_like
-    dq_RD, dz_R = make(q_RD), None if z_R is None else make(z_R)
+    rank, width = q_RD.shape
+    dq_RD, dz_R = torch.empty_like(q_RD), None if z_R is None else torch.empty_like(z_R)
     num_blocks, programs = dt_blocks.shape[0], min(PROGRAMS, rank)
     sums = dc_RD.new_empty(2, programs, width, dtype=torch.float32)
     with on(q_RD):
@@ -149,10 +153,12 @@ def _fold_bwd(
             beta_D,
             sums if z_R is None else z_R,
             sums if active is None else active,
+            sums if places_R is None else places_R,
             dq_RD,
             sums if dz_R is None else dz_R,
             sums,
             rank,
+            dc_RD.shape[0],
             width,
             num_blocks,
             HAS_Z=z_R is not None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rankwise.kernels.linear_kernels import find_places
+
 
 @triton.jit
 def row_stats_kernel(p_x, p_mean, p_rstd, eps, D, BLOCK_D: tl.constexpr):
@@ -53,10 +55,12 @@ def fold_bwd_kernel(
     p_beta,
     p_z,
     p_active,
+    p_places,
     p_dq,
     p_dz,
     p_sums,
     R,
+    K,
     D,
     NUM_BLOCKS,
     HAS_Z: tl.constexpr,
@@ -64,7 +68,10 @@ def fold_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradients of the rows of Q and of z, and what these rows add to those of gamma and beta."""
+    """Gradients of the rows of Q and of z, and what these rows add to those of gamma and beta.
+
+    A component that took no part adds nothing, and its gradients are zero.
+    """
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     b_in = o_d < D
@@ -72,11 +79,14 @@ def fold_bwd_kernel(
     b_beta = tl.load(p_beta + o_d, mask=b_in, other=0.0).to(tl.float32)
     b_dgamma = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_dbeta = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i_k in range(i_program, R, num_programs):
-        i_r = tl.load(p_active + i_k) if HAS_ACTIVE else i_k
-        b_dc = tl.load(p_dc + i_k * D + o_d, mask=b_in, other=0.0).to(tl.float32)
-        b_q = tl.load(p_q + i_r * D + o_d, mask=b_in, other=0.0).to(tl.float32)
-        dt = tl.sum(tl.load(p_dt_blocks + o_t * R + i_k, mask=o_t < NUM_BLOCKS, other=0.0), 0)
+    for i_r in range(i_program, R, num_programs):
+        i_k, b_read, b_blocks = i_r, b_in, o_t < NUM_BLOCKS
+        if HAS_ACTIVE:
+            i_k, found = find_places(p_places, p_active, i_r, K)
+            b_read, b_blocks = o_d < tl.where(found, D, 0), o_t < tl.where(found, NUM_BLOCKS, 0)
+        b_dc = tl.load(p_dc + i_k * D + o_d, mask=b_read, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + i_r * D + o_d, mask=b_read, other=0.0).to(tl.float32)
+        dt = tl.sum(tl.load(p_dt_blocks + o_t * K + i_k, mask=b_blocks, other=0.0), 0)
         b_dc -= tl.sum(b_dc, 0) / D
         b_g = b_dc * b_gamma + dt * b_beta
         if HAS_Z:
