@@ -307,10 +307,18 @@ class SRULanguageModel(nn.Module):
 
     def hidden(self, tokens_BT: Tensor | WordSplit, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
-        e_BTE = self.dropout(embedding.call(self.embedding, tokens_BT))
+        if isinstance(tokens_BT, Tensor) and can_fuse(tokens_BT) and not self._is_observed():
+            # time first already when they are looked up: the rows need not be moved
+            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT.t().contiguous()))
+        else:
+            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
         dropout = self.dropout.p if self.dropout.training else 0.0
-        h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD, dropout=dropout)
+        h_TBD, state_LBD = self.sru(e_TBE, state_LBD, dropout=dropout)
         return h_TBD.transpose(0, 1), state_LBD
+
+    def _is_observed(self) -> bool:
+        """Whether someone waits for the embedding, or its dropout, to be called."""
+        return is_observed(self.embedding) or is_observed(self.dropout)
 
 
 def _plain_embedding(config: SRUConfig) -> nn.Embedding:
