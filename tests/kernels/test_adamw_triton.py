@@ -68,7 +68,9 @@ def test_weights_are_those_of_torch_in_float64(clip: float | None, betas: tuple[
             optimizer.step()
         else:
             norm = optimizer.clipped_step(clip)
-            torch.testing.assert_close(norm.double(), nn.utils.clip_grad_norm_(exact.parameters(), clip), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                norm.double(), nn.utils.clip_grad_norm_(exact.parameters(), clip), rtol=1e-6, atol=0
+            )
         reference.step()
     assert_same_weights(model, exact)
 

@@ -39,7 +39,9 @@ def losses_and_gradients(run: object, h: Tensor, layer: nn.Linear, targets: Tens
 @kernels
 @pytest.mark.parametrize("turned", [False, True], ids=["", "time first"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("batch, steps, width, words", [(1, 1, 1, 1), (3, 7, 5, 13), (40, 52, 8, 205), (2, 3, 16, 1024)])
+@pytest.mark.parametrize(
+    "batch, steps, width, words", [(1, 1, 1, 1), (3, 7, 5, 13), (40, 52, 8, 205), (2, 3, 16, 1024)]
+)
 def test_loss_and_gradients_are_those_of_cross_entropy(
     batch: int, steps: int, width: int, words: int, bias: bool, turned: bool
 ) -> None:

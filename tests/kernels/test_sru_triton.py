@@ -122,7 +122,9 @@ def test_a_compiled_model_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @kernels
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (5, 7, 3, 4), (19, 40, 13, 21), (33, 130, 16, 9), (40, 9, 600, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (5, 7, 3, 4), (19, 40, 13, 21), (33, 130, 16, 9), (40, 9, 600, 5)], ids=str
+)
 @pytest.mark.parametrize("gated, selected", [(False, False), (True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_folded_norm_is_that_of_the_reference(

@@ -89,9 +89,7 @@ def loss_bwd_kernel(
     tl.store(p_dbias + i_program * V + o_v, b_dbias, mask=o_v < V)
 
 
-def loss_forward(
-    logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int
-) -> Tensor:
+def loss_forward(logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int) -> Tensor:
     """The sum of the losses, and the number of targets that count."""
     programs, settings = _cut(logits_NW, bias_V)
     sums = logits_NW.new_empty(2, programs, dtype=torch.float32)

@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
         targets_BT = targets_BT.to(self.device, non_blocking=True)
         if isinstance(self.model, SRULanguageModel) and loss.fits(self.model.output) and not is_observed(self.model):
-            h_BTD, state = self.model.hidden(tokens_BT, state)
+            h_BTD, state = self.model.hidden(tokens_BT, cast(Tensor | None, state))
             return loss.output_loss(h_BTD, cast(nn.Linear, self.model.output), targets_BT, IGNORED), state
         logits_BTV, state = self.model(tokens_BT, state)
         logits = logits_BTV.flatten(0, 1)
