@@ -1,6 +1,7 @@
 """The kernels of `linear.py` and `pair.py`: sums of columns; components picked out of a pair, and put back.
 
-Shapes: N = rows, D = width, S = matrices, O = outputs, I = inputs, R = components, K = those that take part.
+Shapes: N = rows, D = width, S = matrices, O = outputs, I = inputs, R = components, K = those that take part,
+W = inputs filled up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.device import on
+from rankwise.kernels.linear import MULTIPLE
 
 SPLITS = 512
 """Parts of the rows that are summed up by programs of their own."""
@@ -41,15 +43,15 @@ def stack_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def select_rows_kernel(p_q, p_z, p_active, p_c, D, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
-    """C = (z Q)[active]."""
+def select_rows_kernel(p_q, p_z, p_active, p_c, D, W, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
+    """C = (z Q)[active], its rows filled up with zeros to W."""
     i_k = tl.program_id(0)
     i_r = tl.load(p_active + i_k)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     b_q = tl.load(p_q + i_r * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     if HAS_Z:
         b_q *= tl.load(p_z + i_r).to(tl.float32)
-    tl.store(p_c + tl.cast(i_k, tl.int64) * D + o_d, b_q, mask=o_d < D)
+    tl.store(p_c + tl.cast(i_k, tl.int64) * W + o_d, b_q, mask=o_d < W)
 
 
 @triton.jit
@@ -65,7 +67,9 @@ def find_places(p_places, p_active, o_r, K):
 
 
 @triton.jit
-def put_rows_kernel(p_dc, p_q, p_z, p_active, p_places, p_dq, p_dz, D, K, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
+def put_rows_kernel(
+    p_dc, p_q, p_z, p_active, p_places, p_dq, p_dz, D, W, K, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """dQ[active] = z dC, dz[active] = the sums of Q dC over rows; zero elsewhere."""
     i_r = tl.program_id(0)
     i_k, found = find_places(p_places, p_active, i_r, K)
@@ -74,7 +78,7 @@ def put_rows_kernel(p_dc, p_q, p_z, p_active, p_places, p_dq, p_dz, D, K, HAS_Z:
     num_read = tl.where(found, D, 0)
     for i_d in range(0, D, BLOCK_D):
         o_d = i_d + tl.arange(0, BLOCK_D)
-        b_dc = tl.load(p_dc + tl.cast(i_k, tl.int64) * D + o_d, mask=o_d < num_read, other=0.0)
+        b_dc = tl.load(p_dc + tl.cast(i_k, tl.int64) * W + o_d, mask=o_d < num_read, other=0.0)
         o_rd = tl.cast(i_r, tl.int64) * D + o_d
         if HAS_Z:
             b_dz += b_dc * tl.load(p_q + o_rd, mask=o_d < num_read, other=0.0).to(tl.float32)
@@ -130,33 +134,35 @@ def stack_sums(x_SND: Tensor) -> Tensor:
 
 
 def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch.dtype) -> Tensor:
-    """(z Q)[active] in `dtype`."""
+    """(z Q)[active] in `dtype`, its rows filled up with zeros to a multiple of `MULTIPLE`."""
     q_RI = q_RI.contiguous()
-    num_kept, width = active_K.numel(), q_RI.shape[1]
-    c_KI = q_RI.new_empty(num_kept, width, dtype=dtype)
+    num_kept, num_inputs = active_K.numel(), q_RI.shape[1]
+    width = num_inputs + -num_inputs % MULTIPLE
+    c_KW = q_RI.new_empty(num_kept, width, dtype=dtype)
     with on(q_RI):
         select_rows_kernel[(num_kept, triton.cdiv(width, 1024))](
-            q_RI, q_RI if z_R is None else z_R, active_K, c_KI, width, HAS_Z=z_R is not None, BLOCK_D=1024
+            q_RI, q_RI if z_R is None else z_R, active_K, c_KW, num_inputs, width, HAS_Z=z_R is not None, BLOCK_D=1024
         )
-    return c_KI
+    return c_KW
 
 
 def put_rows(
-    dc_KI: Tensor, q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, places_R: Tensor
+    dc_KW: Tensor, q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, places_R: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of Q and z, zero at the components that took no part."""
-    q_RI, width = q_RI.contiguous(), q_RI.shape[1]
+    q_RI = q_RI.contiguous()
     dq_RI, dz_R = torch.empty_like(q_RI), None if z_R is None else torch.empty_like(z_R)
     with on(q_RI):
         put_rows_kernel[(q_RI.shape[0],)](
-            dc_KI.contiguous(),
+            dc_KW.contiguous(),
             q_RI,
-            dc_KI if z_R is None else z_R,
+            dc_KW if z_R is None else z_R,
             active_K,
             places_R,
             dq_RI,
             dq_RI if dz_R is None else dz_R,
-            width,
+            q_RI.shape[1],
+            dc_KW.shape[1],
             active_K.numel(),
             HAS_Z=z_R is not None,
             BLOCK_D=1024,
