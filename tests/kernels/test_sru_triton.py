@@ -228,6 +228,21 @@ def test_dropout_of_the_output_drops_its_share_and_no_gradient_passes(monkeypatc
 
 
 @kernels
+def test_dropout_within_a_stack_is_one_mask_a_sequence_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "can_fuse", lambda x: True)
+    stack = small_model(dropout=0.25).sru.to(DEVICE).train()
+    masks = [mask for mask in stack._draw_masks(some(8, 40, 6)) if mask is not None]
+    assert [mask.shape for mask in masks] == [(40, 20)] * 2
+    assert not torch.equal(*masks)
+    for mask in masks:
+        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+        assert abs(float((mask > 0).float().mean()) - 0.75) < 0.08
+    x = some(8, 4, 6)
+    assert not torch.equal(stack(x)[0], stack(x)[0])
+    assert torch.equal(stack.eval()(x)[0], stack(x)[0])
+
+
+@kernels
 def test_an_observed_projection_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "can_fuse", lambda x: True)
     stack = small_model().sru.to(DEVICE)
