@@ -158,6 +158,19 @@ def test_a_layer_norm_of_an_odd_width_is_that_of_torch(num_rows: int, width: int
         assert_same(got, want, 1e-5)
 
 
+@kernels
+def test_a_gradient_whose_rows_lie_apart_passes_a_layer_norm() -> None:
+    from rankwise.kernels.norm import layer_norm
+
+    x, weight, bias = some(2, 9, 7), some(7), some(7)
+    y = layer_norm(x, None, weight, bias, 1e-3, torch.float32)
+    given = torch.randn(2, 9, 8, device=DEVICE)[..., :7]
+    got = torch.autograd.grad(y, [x, weight, bias], given, retain_graph=True)
+    want = torch.autograd.grad(y, [x, weight, bias], given.contiguous())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 def small_model(dropout: float = 0.0) -> SRULanguageModel:
     config = SRUConfig(
         num_words=13, embedding_width=6, width=20, num_layers=3, rank=10, dropout=dropout, layer_norm=True, rescale=True
