@@ -81,9 +81,11 @@ def filled_up(x_NI: Tensor, dtype: torch.dtype, *, rows: bool = False) -> Tensor
     if not (more or more_rows):
         return x_NI.to(dtype)
     wide = x_NI.new_empty(num_rows + more_rows, width + more, dtype=dtype)
-    wide[:num_rows, :width] = x_NI
-    wide[:num_rows, width:] = 0
-    wide[num_rows:] = 0
+    wide[:num_rows, :width].copy_(x_NI)
+    if more:
+        wide[:num_rows, width:].zero_()
+    if more_rows:
+        wide[num_rows:].zero_()
     return wide
 
 
