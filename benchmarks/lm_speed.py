@@ -205,7 +205,7 @@ KINDS = {
     "norm": ("row_stats", "fold_", "scale_rows", "layer_norm", "layernorm"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv", "aten::mm", "aten::addmm", "aten::bmm"),
     "optimizer and clip": ("adam", "multi_tensor", "lpnorm"),
-    "softmax and loss": ("softmax", "nll_loss"),
+    "softmax and loss": ("softmax", "nll_loss", "loss_fwd", "loss_bwd"),
     "copies": ("memcpy", "memset"),
 }
 

@@ -122,7 +122,9 @@ def test_a_compiled_model_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @kernels
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (5, 7, 3, 4), (19, 40, 13, 21), (33, 130, 16, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (5, 7, 3, 4), (19, 40, 13, 21), (33, 130, 16, 9), (40, 9, 600, 5)], ids=str
+)
 @pytest.mark.parametrize("gated, selected", [(False, False), (True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_folded_norm_is_that_of_the_reference(
@@ -154,6 +156,19 @@ def test_a_layer_norm_of_an_odd_width_is_that_of_torch(num_rows: int, width: int
     want = outputs_and_gradients(lambda x, w, b: nn.functional.layer_norm(x, (width,), w, b, 1e-3), inputs)
     if width > 1:
         assert_same(got, want, 1e-5)
+
+
+@kernels
+def test_a_gradient_whose_rows_lie_apart_passes_a_layer_norm() -> None:
+    from rankwise.kernels.norm import layer_norm
+
+    x, weight, bias = some(2, 9, 7), some(7), some(7)
+    y = layer_norm(x, None, weight, bias, 1e-3, torch.float32)
+    given = torch.randn(2, 9, 8, device=DEVICE)[..., :7]
+    got = torch.autograd.grad(y, [x, weight, bias], given, retain_graph=True)
+    want = torch.autograd.grad(y, [x, weight, bias], given.contiguous())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 def small_model(dropout: float = 0.0) -> SRULanguageModel:
@@ -223,6 +238,21 @@ def test_dropout_of_the_output_drops_its_share_and_no_gradient_passes(monkeypatc
     torch.manual_seed(0)
     assert torch.equal(stack(x, dropout=0.25)[0] != 0, kept)
     assert not torch.equal(stack(x, dropout=0.25)[0] != 0, kept)
+
+
+@kernels
+def test_dropout_within_a_stack_is_one_mask_a_sequence_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "can_fuse", lambda x: True)
+    stack = small_model(dropout=0.25).sru.to(DEVICE).train()
+    masks = [mask for mask in stack._draw_masks(some(8, 40, 6)) if mask is not None]
+    assert [mask.shape for mask in masks] == [(40, 20)] * 2
+    assert not torch.equal(*masks)
+    for mask in masks:
+        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+        assert abs(float((mask > 0).float().mean()) - 0.75) < 0.08
+    x = some(8, 4, 6)
+    assert not torch.equal(stack(x)[0], stack(x)[0])
+    assert torch.equal(stack.eval()(x)[0], stack(x)[0])
 
 
 @kernels

@@ -122,6 +122,15 @@ def test_sums_of_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 33), (2, 130, 70)], ids=str)
+def test_sums_of_columns_of_several_matrices(shape: tuple[int, int, int]) -> None:
+    from rankwise.kernels.linear_kernels import stack_sums
+
+    x = torch.randn(shape).to(DEVICE)
+    torch.testing.assert_close(stack_sums(x).double(), x.double().sum(1), rtol=1e-4, atol=1e-4)
+
+
+@kernels
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "z"])
 @pytest.mark.parametrize("sizes", [(5, 7, 9, 3), (40, 24, 16, 8), (3, 1100, 30, 1)], ids=str)

@@ -48,14 +48,14 @@ def run_by_interpreter(file: str) -> None:
 
 @pytest.fixture
 def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is full of NaN, so that what a kernel leaves unwritten shows."""
+    """New memory is full of NaN, or of places that exist, so that what a kernel leaves unwritten shows."""
     if "compiled" in request.node.name:
         return
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **kwargs: Any) -> Tensor:
             tensor = make(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+            return tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
         return made
 

@@ -37,6 +37,9 @@ def linear(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         return y
     if (dtype := half_dtype(x_BI)) is None:
         return F.linear(x_BI, weight_OI, bias_O)
+    if can_fuse(x_BI) and weight_OI.dtype == torch.float32:
+        y_BO: Tensor = _Linear.apply(x_BI, weight_OI, bias_O, dtype)  # type: ignore[no-untyped-call]
+        return y_BO
     num_outputs, num_inputs = weight_OI.shape
     more_out, more_in = -num_outputs % MULTIPLE, -num_inputs % MULTIPLE
     if more_in:
@@ -44,11 +47,7 @@ def linear(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     if more_in or more_out:
         weight_OI = F.pad(weight_OI, (0, more_in, 0, more_out))
         bias_O = None if bias_O is None else F.pad(bias_O, (0, more_out))
-    if can_fuse(x_BI) and weight_OI.dtype == torch.float32:
-        y_BO: Tensor = _Linear.apply(x_BI, weight_OI, bias_O, dtype)  # type: ignore[no-untyped-call]
-    else:
-        y_BO = F.linear(x_BI, weight_OI, bias_O)
-    return y_BO[..., :num_outputs] if more_out else y_BO
+    return F.linear(x_BI, weight_OI, bias_O)[..., :num_outputs]
 
 
 class _Linear(torch.autograd.Function):
@@ -56,20 +55,38 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-        x_NI, w_OI = x_BI.to(dtype).reshape(-1, x_BI.shape[-1]), weight_OI.to(dtype)
+        x_NI = filled_up(x_BI.reshape(-1, x_BI.shape[-1]), dtype)
+        w_OI = filled_up(weight_OI, dtype, rows=True)
         ctx.save_for_backward(x_NI, w_OI)
-        ctx.shape, ctx.x_dtype = x_BI.shape, x_BI.dtype
-        y_NO = F.linear(x_NI, w_OI, None if bias_O is None else bias_O.to(dtype))
-        return y_NO.view(*x_BI.shape[:-1], -1)
+        ctx.shape, ctx.x_dtype, ctx.weight_shape = x_BI.shape, x_BI.dtype, weight_OI.shape
+        bias_O = None if bias_O is None else filled_up(bias_O[None], dtype)[0]
+        y_NO = F.linear(x_NI, w_OI, bias_O)[:, : weight_OI.shape[0]]
+        return y_NO.view(*x_BI.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, w_OI = ctx.saved_tensors
-        dy_NO = dy_BO.reshape(-1, dy_BO.shape[-1])
-        dx = (dy_NO @ w_OI).view(ctx.shape).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dweight = product(dy_NO.t(), x_NI) if ctx.needs_input_grad[1] else None
-        return dx, dweight, column_sums(dy_NO) if ctx.needs_input_grad[2] else None, None
+        (num_outputs, num_inputs), needs = ctx.weight_shape, ctx.needs_input_grad
+        dy_NO = filled_up(dy_BO.reshape(-1, dy_BO.shape[-1]), w_OI.dtype)
+        dx = (dy_NO @ w_OI)[:, :num_inputs].view(ctx.shape).to(ctx.x_dtype) if needs[0] else None
+        dweight = product(dy_NO.t(), x_NI)[:num_outputs, :num_inputs] if needs[1] else None
+        return dx, dweight, column_sums(dy_NO)[:num_outputs] if needs[2] else None, None
+
+
+def filled_up(x_NI: Tensor, dtype: torch.dtype, *, rows: bool = False) -> Tensor:
+    """x in `dtype`, its columns filled up with zeros to a multiple of 16 bytes, and with `rows` their number too."""
+    num_rows, width = x_NI.shape
+    more_rows, more = -num_rows % MULTIPLE if rows else 0, -width % MULTIPLE
+    if not (more or more_rows):
+        return x_NI.to(dtype)
+    wide = x_NI.new_empty(num_rows + more_rows, width + more, dtype=dtype)
+    wide[:num_rows, :width].copy_(x_NI)
+    if more:
+        wide[:num_rows, width:].zero_()
+    if more_rows:
+        wide[num_rows:].zero_()
+    return wide
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:

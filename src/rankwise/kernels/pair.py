@@ -2,7 +2,8 @@
 
     y = P[:, active] (z Q)[active] x + bias
 
-Shapes: B = any batch dimensions, N = their product, I = inputs, O = outputs, R = components, K = those that take part.
+Shapes: B = any batch dimensions, N = their product, I = inputs, O = outputs, R = components, K = those that take part,
+W = inputs filled up to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse
-from rankwise.kernels.linear import MULTIPLE, column_sums, half_dtype, linear, product
+from rankwise.kernels.linear import MULTIPLE, column_sums, filled_up, half_dtype, linear, product
 from rankwise.modules import Pair
 
 
@@ -40,7 +41,7 @@ def reference(x_BI: Tensor, pair: Pair, bias_O: Tensor | None) -> Tensor:
 def _fits(x_BI: Tensor, pair: Pair) -> bool:
     if pair.active is None or not can_fuse(x_BI) or half_dtype(x_BI) is None or pair.q_RI.dtype != torch.float32:
         return False
-    sizes = (pair.active.numel(), pair.q_RI.shape[1], pair.p_OR.shape[0])
+    sizes = (pair.active.numel(), pair.p_OR.shape[0])
     return all(size and size % MULTIPLE == 0 for size in sizes)
 
 
@@ -58,11 +59,12 @@ class _PairLinear(torch.autograd.Function):
     ) -> Tensor:
         from rankwise.kernels.linear_kernels import select_columns, select_rows
 
-        x_NI = x_BI.to(dtype).reshape(-1, x_BI.shape[-1])
-        c_KI, kept_OK = select_rows(q_RI, z_R, active_K, dtype), select_columns(p_OR, active_K, dtype)
-        h_NK = x_NI @ c_KI.t()
+        x_NW = filled_up(x_BI.reshape(-1, x_BI.shape[-1]), dtype)
+        c_KW = select_rows(q_RI, z_R, active_K, dtype)
+        kept_OK, places_R = select_columns(p_OR, active_K, dtype)
+        h_NK = x_NW @ c_KW.t()
         y_NO = torch.nn.functional.linear(h_NK, kept_OK, None if bias_O is None else bias_O.to(dtype))
-        ctx.save_for_backward(x_NI, q_RI, p_OR, z_R, active_K, c_KI, kept_OK, h_NK)
+        ctx.save_for_backward(x_NW, q_RI, p_OR, z_R, active_K, places_R, c_KW, kept_OK, h_NK)
         ctx.shape, ctx.x_dtype = x_BI.shape, x_BI.dtype
         return y_NO.view(*x_BI.shape[:-1], -1)
 
@@ -71,10 +73,12 @@ class _PairLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
         from rankwise.kernels.linear_kernels import put_columns, put_rows
 
-        x_NI, q_RI, p_OR, z_R, active_K, c_KI, kept_OK, h_NK = ctx.saved_tensors
+        x_NW, q_RI, p_OR, z_R, active_K, places_R, c_KW, kept_OK, h_NK = ctx.saved_tensors
         dy_NO = dy_BO.reshape(-1, dy_BO.shape[-1])
         dh_NK = dy_NO @ kept_OK
-        dx = (dh_NK @ c_KI).view(ctx.shape).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dp_OR = put_columns(product(dy_NO.t(), h_NK), p_OR, active_K)
-        dq_RI, dz_R = put_rows(product(dh_NK.t(), x_NI), q_RI, z_R, active_K)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dh_NK @ c_KW)[:, : q_RI.shape[1]].view(ctx.shape).to(ctx.x_dtype)
+        dp_OR = put_columns(product(dy_NO.t(), h_NK), p_OR, active_K, places_R)
+        dq_RI, dz_R = put_rows(product(dh_NK.t(), x_NW), q_RI, z_R, active_K, places_R)
         return dx, dq_RI, dp_OR, dz_R, None, column_sums(dy_NO) if ctx.needs_input_grad[5] else None, None

@@ -122,15 +122,15 @@ class SRULayer(nn.Module):
         """u = W norm(x), (T, B, K D)."""
         return linear.call(self.projection, x_TBN if self.norm is None else norm.call(self.norm, x_TBN))
 
-    def recurrence_inputs(self, u: Tensor, x_TBN: Tensor, c0_BD: Tensor | None) -> RecurrenceInputs:
-        """What the recurrence takes, its dropout mask drawn."""
+    def recurrence_inputs(
+        self, u: Tensor, x_TBN: Tensor, c0_BD: Tensor | None, mask_BD: Tensor | None = None
+    ) -> RecurrenceInputs:
+        """What the recurrence takes; its dropout mask is drawn if none is given."""
         u_TBKD = u.view(*u.shape[:-1], self.num_projections, self.width)
         if c0_BD is None:
             c0_BD = u_TBKD.new_zeros(x_TBN.shape[1], self.width)
-        mask_BD = None
-        if self.training and self.dropout > 0:
-            # not in the dtype of the layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
-            mask_BD = F.dropout(torch.ones_like(c0_BD, dtype=torch.float32), self.dropout)
+        if mask_BD is None and self.training and self.dropout > 0:
+            mask_BD = _draw_mask(self.dropout, *c0_BD.shape, device=c0_BD.device)
         return u_TBKD, *self._given(x_TBN, c0_BD), mask_BD, self.scale
 
     def _given(self, x_TBN: Tensor, c0_BD: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
@@ -207,7 +207,7 @@ class SRU(nn.Module):
         from rankwise.kernels.sru.layer import Rows, normed_product, recurrence
 
         layers = self._layers()
-        h, states = x_TBN, []
+        h, states, masks = x_TBN, [], self._draw_masks(x_TBN)
         rows: Rows | None = None
         for i, layer in enumerate(layers):
             pair = None if rows is None else pair_of(layer.projection)
@@ -218,12 +218,21 @@ class SRU(nn.Module):
             is_last = i + 1 == len(layers)
             next_norm = None if is_last else layers[i + 1].norm
             h, rows, c_BD = recurrence(
-                *layer.recurrence_inputs(u, h, starts[i]),
+                *layer.recurrence_inputs(u, h, starts[i], masks[i]),
                 eps=None if next_norm is None else next_norm.eps,
                 dropout=dropout if is_last else 0.0,
             )
             states.append(c_BD)
         return h, torch.stack(states)
+
+    def _draw_masks(self, x_TBN: Tensor) -> list[Tensor | None]:
+        """The dropout masks of all layers but the last at once, where they are alike; otherwise each draws its own."""
+        *layers, last = self._layers()
+        rates = {layer.dropout if layer.training else 0.0 for layer in layers}
+        if len(rates) != 1 or rates == {0.0} or last.dropout:
+            return [None] * (len(layers) + 1)
+        shape = (len(layers), x_TBN.shape[1], last.width)
+        return [*_draw_mask(rates.pop(), *shape, device=x_TBN.device), None]
 
     def _layers(self) -> list[SRULayer]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -307,10 +316,18 @@ class SRULanguageModel(nn.Module):
 
     def hidden(self, tokens_BT: Tensor | WordSplit, state_LBD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
-        e_BTE = self.dropout(embedding.call(self.embedding, tokens_BT))
+        if isinstance(tokens_BT, Tensor) and can_fuse(tokens_BT) and not self._is_observed():
+            # time first already when they are looked up: the rows need not be moved
+            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT.t().contiguous()))
+        else:
+            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
         dropout = self.dropout.p if self.dropout.training else 0.0
-        h_TBD, state_LBD = self.sru(e_BTE.transpose(0, 1).contiguous(), state_LBD, dropout=dropout)
+        h_TBD, state_LBD = self.sru(e_TBE, state_LBD, dropout=dropout)
         return h_TBD.transpose(0, 1), state_LBD
+
+    def _is_observed(self) -> bool:
+        """Whether someone waits for the embedding, or its dropout, to be called."""
+        return is_observed(self.embedding) or is_observed(self.dropout)
 
 
 def _plain_embedding(config: SRUConfig) -> nn.Embedding:
@@ -328,6 +345,11 @@ def _plain_output(config: SRUConfig) -> nn.Linear:
     nn.init.uniform_(module.weight, -bound, bound)
     nn.init.zeros_(module.bias)
     return module
+
+
+def _draw_mask(dropout: float, *shape: int, device: torch.device) -> Tensor:
+    # not in the dtype of a layer: 1 / (1 - p) in bf16 is off by up to 0.4%, the same way everywhere
+    return F.dropout(torch.ones(shape, dtype=torch.float32, device=device), dropout)
 
 
 def _check(**settings: Any) -> None:

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.data.windows import IGNORED
+from rankwise.kernels import loss
 from rankwise.models.adaptive import AdaptiveSoftmax, split_words
 from rankwise.models.sru import SRULanguageModel
+from rankwise.modules import is_observed
 
 State = Tensor | tuple[Tensor, ...]
 """What a model carries from window to window: the SRU a tensor, Transformer-XL one a layer."""
@@ -23,7 +25,8 @@ State = Tensor | tuple[Tensor, ...]
 class LanguageModel(nn.Module):
     """The loss of any model that maps (tokens, state) to (logits, state), gated and compact ones included.
 
-    An `SRULanguageModel` whose output is an `AdaptiveSoftmax` never builds logits of the whole vocabulary.
+    An `SRULanguageModel` whose output is an `AdaptiveSoftmax` never builds logits of the whole vocabulary, and a
+    plain one on a GPU none in float32.
     Tokens and targets may lie on the CPU; targets that are `IGNORED` do not count.
     """
 
@@ -45,8 +48,12 @@ class LanguageModel(nn.Module):
         softmax = getattr(self.model, "output", None)
         if isinstance(self.model, SRULanguageModel) and isinstance(softmax, AdaptiveSoftmax):
             return self._adaptive_loss(self.model, softmax, tokens_BT, targets_BT, state)
-        logits_BTV, state = self.model(tokens_BT.to(self.device, non_blocking=True), state)
+        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
         targets_BT = targets_BT.to(self.device, non_blocking=True)
+        if isinstance(self.model, SRULanguageModel) and loss.fits(self.model.output) and not is_observed(self.model):
+            h_BTD, state = self.model.hidden(tokens_BT, cast(Tensor | None, state))
+            return loss.output_loss(h_BTD, cast(nn.Linear, self.model.output), targets_BT, IGNORED), state
+        logits_BTV, state = self.model(tokens_BT, state)
         logits = logits_BTV.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED), state

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from rankwise.data.corpus import Corpus
 from rankwise.data.windows import Windows
 from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.kernels.adamw import ClippedAdamW
+from rankwise.kernels.device import HAS_TRITON
+from rankwise.kernels.overlap import overlapping
 from rankwise.pruner import Pruner
 from rankwise.training.accelerator import make_accelerator
 from rankwise.training.checkpoint import Checkpoint, Checkpoints, check_same
@@ -149,12 +152,17 @@ class Run:
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
             with self.accelerator.autocast():
                 loss, state = self.language(x, y, self.states[i])
-            self.accelerator.backward(loss / parts)
+            with overlapping(self.device):
+                self.accelerator.backward(loss / parts)
             self.states[i] = carry(self.states[i], state)
             self.sums[0] += loss.detach() / parts
-        if config.clip is not None:
+        if config.clip is None:
+            self.optimizer.step()
+        elif isinstance(self.optimizer, ClippedAdamW):
+            self.sums[1] += self.optimizer.clipped_step(config.clip)
+        else:
             self.sums[1] += self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
+            self.optimizer.step()
 
     def _move_weights_by_graph(self, graph: StepGraph) -> None:
         controller = None if self.pruner is None else self.pruner.controller
@@ -283,8 +291,10 @@ class Run:
         betas, decay = self.config.betas, self.config.weight_decay
         if self.device.type != "cuda":
             return torch.optim.AdamW(self.model.parameters(), lr=self.config.lr, betas=betas, weight_decay=decay)
-        # in one kernel, and with its learning rate on the GPU, as a graph needs it
+        # with its learning rate on the GPU, as a graph needs it
         lr = torch.tensor(self.config.lr, device=self.device)
+        if HAS_TRITON:
+            return ClippedAdamW(self.model.parameters(), lr, betas=betas, weight_decay=decay)
         return torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=betas, weight_decay=decay, fused=True, capturable=True
         )

@@ -19,21 +19,21 @@ from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
 from rankwise.kernels.linear import product
-from rankwise.kernels.linear_kernels import put_columns, select_columns
+from rankwise.kernels.linear_kernels import put_columns, select_columns, stack_sums
 from rankwise.kernels.normed_pair import reference
 from rankwise.kernels.normed_pair.triton_kernels import (
-    fold_bwd_columns_kernel,
-    fold_bwd_rows_kernel,
+    fold_bwd_kernel,
     fold_kernel,
     row_stats_kernel,
     scale_rows_bwd_kernel,
     scale_rows_kernel,
 )
+from rankwise.kernels.overlap import Gradients, weight_gradients
 
 ELEMENTS, ELEMENTS_BACKWARD = 8192, 16384
 """Numbers that one program of the kernels on rows of the rank's width holds: the fastest on an H200."""
-COMPONENTS = 32
-"""Components that one program sums the gradients of the norm over."""
+PROGRAMS = 256
+"""Of the backward pass of folding: each sums up the gradients of the norm over its components."""
 
 
 def row_stats(x_ND: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,21 +81,33 @@ class _NormedPair(torch.autograd.Function):
     ) -> Tensor:
         x_ND, q_RD = x_ND.contiguous(), q_RD.contiguous()
         c_RD, t_R = _fold(q_RD, gamma_D, beta_D, z_R, active, x_ND.dtype)
-        kept_OR = p_OR.to(x_ND.dtype) if active is None else select_columns(p_OR, active, x_ND.dtype)
+        if active is None:
+            kept_OR, places_R = p_OR.to(x_ND.dtype), None
+        else:
+            kept_OR, places_R = select_columns(p_OR, active, x_ND.dtype)
         y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
-        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR)
+        ctx.save_for_backward(
+            x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR
+        )
         return y_NR @ kept_OR.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
-        dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
-        if active is not None:
-            dp_OR = put_columns(dp_OR, p_OR, active)
-        dy_NR, drstd_N, dt_R = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
-        dq, dgamma, dbeta, dz = _fold_bwd(product(dy_NR.t(), x_ND), dt_R, q_RD, gamma_D, beta_D, z_R, active)
-        return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
+        x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
+        dy_NR, drstd_N, dt_blocks = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
+        dx_ND = dy_NR @ c_RD
+
+        def make() -> Gradients:
+            dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
+            if active is not None:
+                dp_OR = put_columns(dp_OR, p_OR, active, places_R)
+            dc_RD = product(dy_NR.t(), x_ND)
+            dq_RD, *others = _fold_bwd(dc_RD, dt_blocks, q_RD, gamma_D, beta_D, z_R, active, places_R)
+            return dq_RD, dp_OR, *others
+
+        leaves, read = (q_RD, p_OR, gamma_D, beta_D, z_R), (du_NO, dy_NR, dt_blocks, *ctx.saved_tensors)
+        return dx_ND, drstd_N, *weight_gradients(leaves, ctx.needs_input_grad[2:7], read, make), None
 
 
 def _fold(
@@ -125,41 +137,46 @@ def _fold(
 
 def _fold_bwd(
     dc_RD: Tensor,
-    dt_R: Tensor,
+    dt_blocks: Tensor,
     q_RD: Tensor,
     gamma_D: Tensor,
     beta_D: Tensor,
     z_R: Tensor | None,
     active: Tensor | None,
+    places_R: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of Q, gamma, beta and z; zero at the components that took no part."""
-    rank, width = dc_RD.shape
-    make = torch.empty_like if active is None else torch.zeros_like
-    dq_RD, dz_R = make(q_RD), None if z_R is None else make(z_R)
-    mean_R, num_blocks = torch.empty_like(dt_R), triton.cdiv(rank, COMPONENTS)
-    sums = dc_RD.new_empty(2, num_blocks, width, dtype=torch.float32)
-    optional = (mean_R if z_R is None else z_R, mean_R if active is None else active)
-    flags = {"HAS_Z": z_R is not None, "HAS_ACTIVE": active is not None}
+    """Gradients of Q, gamma, beta and z; zero at the components that took no part.
+
+    That of t comes in parts, one a row of `dt_blocks`.
+    """
+    rank, width = q_RD.shape
+    dq_RD, dz_R = torch.empty_like(q_RD), None if z_R is None else torch.empty_like(z_R)
+    num_blocks, programs = dt_blocks.shape[0], min(PROGRAMS, rank)
+    sums = dc_RD.new_empty(2, programs, width, dtype=torch.float32)
     with on(q_RD):
-        fold_bwd_rows_kernel[(rank,)](
+        fold_bwd_kernel[(programs,)](
             dc_RD,
-            dt_R,
+            dt_blocks,
             q_RD,
             gamma_D,
             beta_D,
-            *optional,
+            sums if z_R is None else z_R,
+            sums if active is None else active,
+            sums if places_R is None else places_R,
             dq_RD,
-            mean_R if dz_R is None else dz_R,
-            mean_R,
+            sums if dz_R is None else dz_R,
+            sums,
+            rank,
+            dc_RD.shape[0],
             width,
-            **flags,
+            num_blocks,
+            HAS_Z=z_R is not None,
+            HAS_ACTIVE=active is not None,
+            BLOCK_T=triton.next_power_of_2(num_blocks),
             BLOCK_D=triton.next_power_of_2(width),
             num_warps=8,
         )
-        fold_bwd_columns_kernel[(triton.cdiv(width, 128), num_blocks)](
-            dc_RD, dt_R, q_RD, *optional, mean_R, sums, rank, width, **flags, BLOCK_R=COMPONENTS, BLOCK_D=128
-        )
-    dgamma_D, dbeta_D = sums.sum(1)
+    dgamma_D, dbeta_D = stack_sums(sums)
     return dq_RD, dgamma_D.to(gamma_D.dtype), dbeta_D.to(beta_D.dtype), dz_R
 
 
@@ -175,7 +192,7 @@ def _scale_rows(y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> Tensor:
 
 
 def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the product (in the memory of dy), of rstd and of t."""
+    """Gradients of the product (in the memory of dy), of rstd, and what blocks of rows add to that of t."""
     num_rows, rank = y_NR.shape
     block_n, block_r = _cut(rank, ELEMENTS_BACKWARD)
     num_blocks = triton.cdiv(num_rows, block_n)
@@ -185,7 +202,7 @@ def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) ->
         scale_rows_bwd_kernel[(num_blocks,)](
             dy_NR, y_NR, rstd_N, t_R, drstd_N, dt_blocks, num_rows, rank, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=8
         )
-    return dy_NR, drstd_N, dt_blocks.sum(0)
+    return dy_NR, drstd_N, dt_blocks
 
 
 def _cut(rank: int, elements: int) -> tuple[int, int]:

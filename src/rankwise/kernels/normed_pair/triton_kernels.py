@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rankwise.kernels.linear_kernels import find_places
+
 
 @triton.jit
 def row_stats_kernel(p_x, p_mean, p_rstd, eps, D, BLOCK_D: tl.constexpr):
@@ -45,69 +47,58 @@ def fold_kernel(
 
 
 @triton.jit
-def fold_bwd_rows_kernel(
+def fold_bwd_kernel(
     p_dc,
-    p_dt,
+    p_dt_blocks,
     p_q,
     p_gamma,
     p_beta,
     p_z,
     p_active,
+    p_places,
     p_dq,
     p_dz,
-    p_mean,
-    D,
-    HAS_Z: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    i_k = tl.program_id(0)
-    i_r = tl.load(p_active + i_k) if HAS_ACTIVE else i_k
-    o_d = tl.arange(0, BLOCK_D)
-    b_in = o_d < D
-    b_dc = tl.load(p_dc + i_k * D + o_d, mask=b_in, other=0.0).to(tl.float32)
-    mean = tl.sum(b_dc, 0) / D
-    b_gamma = tl.load(p_gamma + o_d, mask=b_in, other=0.0).to(tl.float32)
-    b_beta = tl.load(p_beta + o_d, mask=b_in, other=0.0).to(tl.float32)
-    b_g = (b_dc - mean) * b_gamma + tl.load(p_dt + i_k) * b_beta
-    tl.store(p_mean + i_k, mean)
-    if HAS_Z:
-        b_q = tl.load(p_q + i_r * D + o_d, mask=b_in, other=0.0).to(tl.float32)
-        tl.store(p_dz + i_r, tl.sum(b_q * b_g, 0))
-        b_g *= tl.load(p_z + i_r).to(tl.float32)
-    tl.store(p_dq + i_r * D + o_d, b_g, mask=b_in)
-
-
-@triton.jit
-def fold_bwd_columns_kernel(
-    p_dc,
-    p_dt,
-    p_q,
-    p_z,
-    p_active,
-    p_mean,
     p_sums,
     R,
+    K,
     D,
+    NUM_BLOCKS,
     HAS_Z: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What one block of components adds to the gradients of gamma and beta."""
-    i_r, num_blocks = tl.program_id(1), tl.num_programs(1)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_k = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_r = tl.load(p_active + o_k, mask=o_k < R, other=0) if HAS_ACTIVE else o_k
-    b_in = (o_k < R)[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
-    if HAS_Z:
-        b_q *= tl.load(p_z + o_r, mask=o_k < R, other=0.0).to(tl.float32)[:, None]
-    b_dc = tl.load(p_dc + o_k[:, None] * D + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
-    b_mean = tl.load(p_mean + o_k, mask=o_k < R, other=0.0)
-    b_dt = tl.load(p_dt + o_k, mask=o_k < R, other=0.0)
-    tl.store(p_sums + i_r * D + o_d, tl.sum(b_q * (b_dc - b_mean[:, None]), 0), mask=o_d < D)
-    tl.store(p_sums + (num_blocks + i_r) * D + o_d, tl.sum(b_q * b_dt[:, None], 0), mask=o_d < D)
+    """Gradients of the rows of Q and of z, and what these rows add to those of gamma and beta.
+
+    A component that took no part adds nothing, and its gradients are zero.
+    """
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    b_in = o_d < D
+    b_gamma = tl.load(p_gamma + o_d, mask=b_in, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_d, mask=b_in, other=0.0).to(tl.float32)
+    b_dgamma = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_dbeta = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_r in range(i_program, R, num_programs):
+        i_k, b_read, b_blocks = i_r, b_in, o_t < NUM_BLOCKS
+        if HAS_ACTIVE:
+            i_k, found = find_places(p_places, p_active, i_r, K)
+            b_read, b_blocks = o_d < tl.where(found, D, 0), o_t < tl.where(found, NUM_BLOCKS, 0)
+        b_dc = tl.load(p_dc + i_k * D + o_d, mask=b_read, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + i_r * D + o_d, mask=b_read, other=0.0).to(tl.float32)
+        dt = tl.sum(tl.load(p_dt_blocks + o_t * K + i_k, mask=b_blocks, other=0.0), 0)
+        b_dc -= tl.sum(b_dc, 0) / D
+        b_g = b_dc * b_gamma + dt * b_beta
+        if HAS_Z:
+            z = tl.load(p_z + i_r).to(tl.float32)
+            tl.store(p_dz + i_r, tl.sum(b_q * b_g, 0))
+            b_g *= z
+            b_q *= z
+        tl.store(p_dq + i_r * D + o_d, b_g, mask=b_in)
+        b_dgamma += b_q * b_dc
+        b_dbeta += b_q * dt
+    tl.store(p_sums + i_program * D + o_d, b_dgamma, mask=b_in)
+    tl.store(p_sums + (num_programs + i_program) * D + o_d, b_dbeta, mask=b_in)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankwise.kernels.device import on
 from rankwise.kernels.dropout import Dropout
+from rankwise.kernels.linear_kernels import stack_sums
 from rankwise.kernels.sru import reference
 from rankwise.kernels.sru.triton_kernels import sru_bwd_kernel, sru_fwd_kernel
 
@@ -166,7 +167,7 @@ def backward(
             STAGES=launch.stages,
             num_warps=launch.num_warps,
         )
-    dgates_GGD = dgates_4BD.sum(1).view(2, 2, width)
+    dgates_GGD = stack_sums(dgates_4BD).view(2, 2, width)
     return Gradients(du_TBKD, dx_TBD, dgates_GGD[0], dgates_GGD[1], dc0_BD, dmask_BD)
 
 

@@ -1,0 +1,127 @@
+"""The kernels of `loss.py`: a program holds some rows of logits at a time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.device import on
+
+ELEMENTS = 4096
+"""Logits that a program holds at a time."""
+PROGRAMS = 512
+"""Each sums up over its rows."""
+
+
+@triton.jit
+def _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS: tl.constexpr):
+    """Log of the softmax of some rows, where the targets are, and which rows count."""
+    b_in = (o_n < N)[:, None] & (o_v < V)[None, :]
+    b_logits = tl.load(p_logits + o_n[:, None] * W + o_v[None, :], mask=b_in, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        b_logits += tl.load(p_bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    b_logits = tl.where((o_v < V)[None, :], b_logits, float("-inf"))
+    b_logits -= tl.max(b_logits, 1)[:, None]
+    b_logits -= tl.log(tl.sum(tl.exp(b_logits), 1))[:, None]
+    b_target = tl.load(p_targets + o_n, mask=o_n < N, other=ignored)
+    return b_logits, b_target[:, None] == o_v[None, :], b_target != ignored
+
+
+@triton.jit
+def loss_fwd_kernel(
+    p_logits,
+    p_bias,
+    p_targets,
+    p_sums,
+    N,
+    V,
+    W,
+    ignored,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    o_v = tl.arange(0, BLOCK_V)
+    b_loss = tl.zeros([BLOCK_N], dtype=tl.float32)
+    b_count = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
+        o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_found = tl.sum(tl.where(b_is_target, b_log, 0.0), 1)
+        b_loss -= tl.where(b_counts, b_found, 0.0)
+        b_count += tl.where(b_counts, 1.0, 0.0)
+    tl.store(p_sums + i_program, tl.sum(b_loss, 0))
+    tl.store(p_sums + num_programs + i_program, tl.sum(b_count, 0))
+
+
+@triton.jit
+def loss_bwd_kernel(
+    p_dloss,
+    p_total,
+    p_logits,
+    p_bias,
+    p_targets,
+    p_dlogits,
+    p_dbias,
+    N,
+    V,
+    W,
+    ignored,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The gradient of the logits, zero in the columns that fill up, and its sums over the rows of this program."""
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    o_v = tl.arange(0, BLOCK_V)
+    b_dbias = tl.zeros([BLOCK_V], dtype=tl.float32)
+    scale = tl.load(p_dloss).to(tl.float32) / tl.load(p_total + 1)
+    for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
+        o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_d = (tl.exp(b_log) - tl.where(b_is_target, 1.0, 0.0)) * scale
+        b_d = tl.where(b_counts[:, None], b_d, 0.0)
+        b_dbias += tl.sum(b_d, 0)
+        tl.store(p_dlogits + o_n[:, None] * W + o_v[None, :], b_d, mask=(o_n < N)[:, None] & (o_v < W)[None, :])
+    tl.store(p_dbias + i_program * V + o_v, b_dbias, mask=o_v < V)
+
+
+def loss_forward(logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int) -> Tensor:
+    """The sum of the losses, and the number of targets that count."""
+    programs, settings = _cut(logits_NW, bias_V)
+    sums = logits_NW.new_empty(2, programs, dtype=torch.float32)
+    given = (logits_NW, sums if bias_V is None else bias_V, targets_N.contiguous(), sums)
+    with on(logits_NW):
+        loss_fwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
+    return sums.sum(1)
+
+
+def loss_backward(
+    dloss: Tensor,
+    sums: Tensor,
+    logits_NW: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    num_words: int,
+    ignored: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the logits before the bias, and of the bias."""
+    programs, settings = _cut(logits_NW, bias_V)
+    dlogits_NW = torch.empty_like(logits_NW)
+    dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
+    given = (dloss, sums, logits_NW, dbias if bias_V is None else bias_V, targets_N.contiguous(), dlogits_NW, dbias)
+    with on(logits_NW):
+        loss_bwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
+    return dlogits_NW, dbias.sum(0)
+
+
+def _cut(logits_NW: Tensor, bias_V: Tensor | None) -> tuple[int, dict[str, int]]:
+    """Programs, and the block of each."""
+    num_rows, width = logits_NW.shape
+    block_v = triton.next_power_of_2(width)
+    block_n = max(1, ELEMENTS // block_v)
+    programs = min(PROGRAMS, triton.cdiv(num_rows, block_n))
+    return programs, {"HAS_BIAS": bias_V is not None, "BLOCK_N": block_n, "BLOCK_V": block_v}
