@@ -11,9 +11,6 @@ import torch
 from training_toys import CONFIG, SETTINGS, make_corpus, make_model
 
 import rankwise as rw
-from rankwise.kernels import adamw, overlap
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.training.language import LanguageModel
 from rankwise.training.run import Run
 
 pytestmark = [
@@ -51,110 +48,6 @@ def test_a_graph_trains_the_weights_that_single_commands_train(kind: str, method
     assert torch.isfinite(graphed.sums).all()
     for (name, got), want in zip(graphed.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
-
-
-@pytest.mark.parametrize("graphed", [False, True], ids=["", "graph"])
-@pytest.mark.parametrize("method", [None, "flop-l0"])
-def test_clipping_on_the_way_trains_the_weights_of_torch(
-    method: str | None, graphed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adamw, "LARGE", 64)
-    ours, torchs = start(tmp_path / "a", "sru", method), start(tmp_path / "b", "sru", method)
-    assert isinstance(ours.optimizer, adamw.ClippedAdamW)
-    torchs.optimizer = torch.optim.AdamW(
-        torchs.model.parameters(),
-        lr=torch.tensor(GPU.lr, device=torchs.device),
-        betas=GPU.betas,
-        weight_decay=GPU.weight_decay,
-        fused=True,
-        capturable=True,
-    )
-    for _ in range(12):
-        for run in (ours, torchs):
-            run.graph = run.graph if graphed else None
-            run.train_step()
-    torch.testing.assert_close(ours.sums, torchs.sums, rtol=1e-3, atol=1e-4)
-    for (name, got), want in zip(ours.model.named_parameters(), torchs.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
-
-
-class Backward:
-    """A backward pass of a model that is large enough to keep both streams busy, and what it gives."""
-
-    def __init__(self, method: str | None) -> None:
-        torch.manual_seed(0)
-        width = 1024 if method == "tied" else 60
-        config = SRUConfig(
-            num_words=205, embedding_width=width, width=1024, num_layers=4, rank=128, dropout=0.0, layer_norm=True
-        )
-        model = SRULanguageModel(config).cuda()
-        if method == "tied":
-            model.output.weight = model.embedding.weight
-        elif method is not None:
-            pruner = rw.Pruner(model, rw.Budget(removed=0.4), method, anneal_steps=100)
-            for gate in pruner.controller.gates:
-                gate.alpha.copy_(torch.linspace(-5, 5, gate.num_components))
-            pruner.controller.outdate()
-        self.language = LanguageModel(model)
-        self.tokens, self.targets = torch.randint(205, (2, 16, 64), device="cuda")
-
-    def run(self) -> bool:
-        """Whether a second stream was used."""
-        if not torch.cuda.is_current_stream_capturing():
-            torch.manual_seed(1)
-        with torch.autocast("cuda", torch.bfloat16):
-            loss, _ = self.language(self.tokens, self.targets)
-        with overlap.overlapping(torch.device("cuda")):
-            loss.backward()
-            return overlap._side is not None and overlap._side.is_used
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad.clone() for name, p in self.language.named_parameters() if p.grad is not None}
-
-
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        assert (got[name] - expected).norm() <= 1e-3 * expected.norm(), name
-
-
-@pytest.mark.parametrize("method", [None, "tied", "flop-l0"])
-def test_a_second_stream_gives_the_same_gradients(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Backward(method)
-    monkeypatch.setattr(overlap, "OVERLAPS", False)
-    assert not step.run()
-    want = step.gradients()
-    monkeypatch.setattr(overlap, "OVERLAPS", True)
-    for _ in range(3):
-        step.language.zero_grad()
-        for gate_z in (m.z for m in step.language.modules() if isinstance(getattr(m, "z", None), torch.Tensor)):
-            gate_z.grad = None
-        if overlap._streams:
-            # whoever does not wait for the second stream comes far too early
-            with torch.cuda.stream(next(iter(overlap._streams.values()))):
-                torch.cuda._sleep(20_000_000)
-        assert step.run()
-        assert_close(step.gradients(), want)
-    assert not step.run(), "there are gradients already, to which autograd adds"
-    assert_close(step.gradients(), {name: 2 * gradient for name, gradient in want.items()})
-
-
-def test_a_graph_holds_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Backward(None)
-    step.run()
-    step.language.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        assert step.run()
-    written = {name: p.grad for name, p in step.language.named_parameters()}
-    for _ in range(3):
-        step.tokens.copy_(torch.randint(205, step.tokens.shape))
-        graph.replay()
-        got = {name: gradient.clone() for name, gradient in written.items() if gradient is not None}
-        step.language.zero_grad()
-        monkeypatch.setattr(overlap, "OVERLAPS", False)
-        step.run()
-        assert_close(got, step.gradients())
 
 
 def test_words_of_clusters_are_trained_without_a_graph(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse
 from rankwise.kernels.linear import filled_up, half_dtype, product
-from rankwise.kernels.overlap import Gradients, weight_gradients
 from rankwise.modules import is_observed
 
 MOST = 4096
@@ -62,8 +61,8 @@ class _OutputLoss(torch.autograd.Function):
         x_ND, w_WD = filled_up(h_ND, dtype), filled_up(weight_VD, dtype, rows=True)
         logits_NW = x_ND @ w_WD.t()
         sums = loss_forward(logits_NW, bias_V, targets_N, weight_VD.shape[0], ignored)
-        ctx.save_for_backward(x_ND, weight_VD, w_WD, bias_V, targets_N, logits_NW, sums)
-        ctx.ignored, ctx.h_dtype = ignored, h_ND.dtype
+        ctx.save_for_backward(x_ND, w_WD, bias_V, targets_N, logits_NW, sums)
+        ctx.weight_shape, ctx.ignored, ctx.h_dtype = weight_VD.shape, ignored, h_ND.dtype
         return sums[0] / sums[1]
 
     @staticmethod
@@ -71,13 +70,9 @@ class _OutputLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         from rankwise.kernels.loss_kernels import loss_backward
 
-        x_ND, weight_VD, w_WD, bias_V, targets_N, logits_NW, sums = ctx.saved_tensors
-        num_words, width = weight_VD.shape
+        x_ND, w_WD, bias_V, targets_N, logits_NW, sums = ctx.saved_tensors
+        num_words, width = ctx.weight_shape
         dlogits_NW, dbias_V = loss_backward(dloss, sums, logits_NW, bias_V, targets_N, num_words, ctx.ignored)
         dh_ND = (dlogits_NW @ w_WD)[:, :width].to(ctx.h_dtype) if ctx.needs_input_grad[0] else None
-
-        def make() -> Gradients:
-            return (product(dlogits_NW.t(), x_ND)[:num_words, :width].contiguous(),)
-
-        (dweight_VD,) = weight_gradients((weight_VD,), ctx.needs_input_grad[1:2], (dlogits_NW, x_ND), make)
+        dweight_VD = product(dlogits_NW.t(), x_ND)[:num_words, :width]
         return dh_ND, dweight_VD, None if bias_V is None else dbias_V, None, None, None

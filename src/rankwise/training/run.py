@@ -18,7 +18,6 @@ from rankwise.data.windows import Windows
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.adamw import ClippedAdamW
 from rankwise.kernels.device import HAS_TRITON
-from rankwise.kernels.overlap import overlapping
 from rankwise.pruner import Pruner
 from rankwise.training.accelerator import make_accelerator
 from rankwise.training.checkpoint import Checkpoint, Checkpoints, check_same
@@ -152,8 +151,7 @@ class Run:
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
             with self.accelerator.autocast():
                 loss, state = self.language(x, y, self.states[i])
-            with overlapping(self.device):
-                self.accelerator.backward(loss / parts)
+            self.accelerator.backward(loss / parts)
             self.states[i] = carry(self.states[i], state)
             self.sums[0] += loss.detach() / parts
         if config.clip is None:

@@ -28,7 +28,6 @@ from rankwise.kernels.normed_pair.triton_kernels import (
     scale_rows_bwd_kernel,
     scale_rows_kernel,
 )
-from rankwise.kernels.overlap import Gradients, weight_gradients
 
 ELEMENTS, ELEMENTS_BACKWARD = 8192, 16384
 """Numbers that one program of the kernels on rows of the rank's width holds: the fastest on an H200."""
@@ -86,28 +85,20 @@ class _NormedPair(torch.autograd.Function):
         else:
             kept_OR, places_R = select_columns(p_OR, active, x_ND.dtype)
         y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
-        ctx.save_for_backward(
-            x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR
-        )
+        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR)
         return y_NR @ kept_OR.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR = ctx.saved_tensors
+        dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
+        if active is not None:
+            dp_OR = put_columns(dp_OR, p_OR, active, places_R)
         dy_NR, drstd_N, dt_blocks = _scale_rows_bwd(du_NO @ kept_OR, y_NR, rstd_N, t_R)
-        dx_ND = dy_NR @ c_RD
-
-        def make() -> Gradients:
-            dp_OR = product(du_NO.t(), y_NR).to(p_OR.dtype)
-            if active is not None:
-                dp_OR = put_columns(dp_OR, p_OR, active, places_R)
-            dc_RD = product(dy_NR.t(), x_ND)
-            dq_RD, *others = _fold_bwd(dc_RD, dt_blocks, q_RD, gamma_D, beta_D, z_R, active, places_R)
-            return dq_RD, dp_OR, *others
-
-        leaves, read = (q_RD, p_OR, gamma_D, beta_D, z_R), (du_NO, dy_NR, dt_blocks, *ctx.saved_tensors)
-        return dx_ND, drstd_N, *weight_gradients(leaves, ctx.needs_input_grad[2:7], read, make), None
+        dc_RD = product(dy_NR.t(), x_ND)
+        dq, dgamma, dbeta, dz = _fold_bwd(dc_RD, dt_blocks, q_RD, gamma_D, beta_D, z_R, active, places_R)
+        return dy_NR @ c_RD, drstd_N, dq, dp_OR, dgamma, dbeta, dz, None
 
 
 def _fold(
