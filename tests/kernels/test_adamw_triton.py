@@ -46,7 +46,7 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 
 def assert_same_weights(got: nn.Module, want: nn.Module, rtol: float = 2e-6) -> None:
     for a, b in zip(got.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=3e-7)
+        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=1e-6)
 
 
 @kernels

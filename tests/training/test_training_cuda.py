@@ -11,6 +11,7 @@ import torch
 from training_toys import CONFIG, SETTINGS, make_corpus, make_model
 
 import rankwise as rw
+from rankwise.kernels import adamw
 from rankwise.training.run import Run
 
 pytestmark = [
@@ -47,6 +48,31 @@ def test_a_graph_trains_the_weights_that_single_commands_train(kind: str, method
     assert replays > 5
     assert torch.isfinite(graphed.sums).all()
     for (name, got), want in zip(graphed.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["", "graph"])
+@pytest.mark.parametrize("method", [None, "flop-l0"])
+def test_clipping_on_the_way_trains_the_weights_of_torch(
+    method: str | None, graphed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "LARGE", 64)
+    ours, torchs = start(tmp_path / "a", "sru", method), start(tmp_path / "b", "sru", method)
+    assert isinstance(ours.optimizer, adamw.ClippedAdamW)
+    torchs.optimizer = torch.optim.AdamW(
+        torchs.model.parameters(),
+        lr=torch.tensor(GPU.lr, device=torchs.device),
+        betas=GPU.betas,
+        weight_decay=GPU.weight_decay,
+        fused=True,
+        capturable=True,
+    )
+    for _ in range(12):
+        for run in (ours, torchs):
+            run.graph = run.graph if graphed else None
+            run.train_step()
+    torch.testing.assert_close(ours.sums, torchs.sums, rtol=1e-3, atol=1e-4)
+    for (name, got), want in zip(ours.model.named_parameters(), torchs.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
 
 

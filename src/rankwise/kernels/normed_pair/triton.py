@@ -85,7 +85,9 @@ class _NormedPair(torch.autograd.Function):
         else:
             kept_OR, places_R = select_columns(p_OR, active, x_ND.dtype)
         y_NR = _scale_rows(x_ND @ c_RD.t(), rstd_N, t_R)
-        ctx.save_for_backward(x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR)
+        ctx.save_for_backward(
+            x_ND, rstd_N, q_RD, p_OR, gamma_D, beta_D, z_R, active, places_R, c_RD, t_R, kept_OR, y_NR
+        )
         return y_NR @ kept_OR.t()
 
     @staticmethod
