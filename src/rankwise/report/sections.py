@@ -56,16 +56,22 @@ def fine_tuning(record: Record | None) -> Table:
     dense = float(FINE_TUNING["dense"]["mean"])
     rows = [(*row, f"{float(row[-1]) / dense:.1%}") for row in rows]
     found = (record or {}).get("rows", [])
-    means: dict[str, float] = {}
     for name in dict.fromkeys(row["row"] for row in found):
-        scores = {task: [row["score"] for row in found if (row["row"], row["task"]) == (name, task)] for task in TASKS}
-        if all(scores.values()):
-            means[name] = statistics.mean(statistics.mean(values) for values in scores.values())
-        of_dense = means[name] / means["dense"] if means.keys() >= {name, "dense"} else None
-        size = next(row["parameters"] for row in found if row["row"] == name)
-        overall = (f"{means[name]:.2f}" if name in means else "", "" if of_dense is None else f"{of_dense:.1%}")
-        rows.append((f"MPNet-base, {name}", f"{size:,}", *(spread(scores[t], ".2f") for t in TASKS), *overall))
+        own = [row for row in found if row["row"] == name]
+        runs = {(row["task"], row["seed"]) for row in own}
+        # of the very models that these were made from
+        origins = [row for row in found if row["row"] == "dense" and (row["task"], row["seed"]) in runs]
+        mean, before = _task_mean(own), _task_mean(origins)
+        overall = ("" if mean is None else f"{mean:.2f}", f"{mean / before:.1%}" if mean and before else "")
+        scores = [spread([row["score"] for row in own if row["task"] == task], ".2f") for task in TASKS]
+        rows.append((f"MPNet-base, {name}", f"{own[0]['parameters']:,}", *scores, *overall))
     return Table(("", "parameters", *TASKS.values(), "mean", "of dense"), tuple(rows))
+
+
+def _task_mean(rows: Sequence[Record]) -> float | None:
+    """The mean over tasks of the means over seeds; None where a task is missing."""
+    scores = [[float(row["score"]) for row in rows if row["task"] == task] for task in TASKS]
+    return statistics.mean(map(statistics.mean, scores)) if all(scores) else None
 
 
 def fine_tuned(record: Record) -> Table:
