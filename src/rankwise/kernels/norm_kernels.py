@@ -72,7 +72,6 @@ def norm_bwd_kernel(
     dropout,
     N,
     D,
-    S,
     HAS_ADDEND: tl.constexpr,
     DROPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,7 +87,7 @@ def norm_bwd_kernel(
         o_nd = o_n[:, None] * D + o_d[None, :]
         b_in = (o_n < N)[:, None] & (o_d < D)[None, :]
         b_x, b_rstd = _normalize(p_x, p_addend, p_seed, o_nd, b_in, eps, dropout, D, HAS_ADDEND, DROPS)
-        b_dy = tl.load(p_dy + o_n[:, None] * S + o_d[None, :], mask=b_in, other=0.0).to(tl.float32)
+        b_dy = tl.load(p_dy + o_nd, mask=b_in, other=0.0).to(tl.float32)
         b_dweight += tl.sum(b_dy * b_x, 0)
         b_dbias += tl.sum(b_dy, 0)
         b_g = b_dy * b_weight[None, :]
@@ -137,18 +136,15 @@ def norm_forward(
 def norm_backward(
     dy: Tensor, x: Tensor, addend: Tensor | None, weight_D: Tensor, eps: float, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of x, addend, weight and bias; the rows of dy may lie apart."""
-    x = x.contiguous()
+    """Gradients of x, addend, weight and bias."""
+    dy, x = dy.contiguous(), x.contiguous()
     num_rows, width, blocks = _cut(x)
-    dy_ND = dy.reshape(-1, width)
-    if dy_ND.stride(1) != 1:
-        dy_ND = dy_ND.contiguous()
     programs = min(PROGRAMS, triton.cdiv(num_rows, blocks["BLOCK_N"]))
     dx, sums = torch.empty_like(x), x.new_empty(2, programs, width, dtype=torch.float32)
     daddend = None if addend is None or dropout is None else torch.empty_like(addend)
     with on(x):
         norm_bwd_kernel[(programs,)](
-            dy_ND,
+            dy,
             x,
             x if addend is None else addend.contiguous(),
             x if dropout is None else dropout.seed,
@@ -160,7 +156,6 @@ def norm_backward(
             0.0 if dropout is None else dropout.rate,
             num_rows,
             width,
-            dy_ND.stride(0),
             HAS_ADDEND=addend is not None,
             DROPS=dropout is not None,
             num_warps=8,
