@@ -38,6 +38,8 @@ EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 LADDER = ("paper", "whitening", "distillation", "healing", "pivot", "embeddings", "ours")
 SIZES = (0.2, 0.35, 0.5)
 ROWS = "dense,ours-60,ours-35,paper-35"
+GATED_LR = {"glue-minilm": 1e-4, "glue-mpnet": 5e-5, "glue-roberta": 5e-5}
+"""Learning rates of the recipes with gates, which have a way to go."""
 PLACES = ("out", "model", "data", "work")
 """Arguments that no record keeps."""
 ABLATION = "paper-60,whitening-60,distillation-60,healing-60,pivot-60,embeddings-60"
@@ -65,6 +67,8 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
     step = LADDER.index("embeddings" if name == "curve" else name)
     training, healing = experiment.training, experiment.healing
     assert healing is not None
+    if step < LADDER.index("ours"):
+        training, healing = (replace(phase, lr=GATED_LR[experiment.name]) for phase in (training, healing))
     if step < LADDER.index("healing"):
         training = replace(
             training,

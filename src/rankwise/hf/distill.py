@@ -1,7 +1,7 @@
 """Distillation: while it is pruned, a model learns to answer, and to think, as the dense one does.
 
 Low-rank pruning keeps every width, so the hidden states of the two models match one to one.
-Shapes: B = batch, T = tokens, D = width, C = classes.
+Shapes: L = layers, B = batch, T = tokens, D = width, C = classes.
 """
 
 from __future__ import annotations
@@ -77,12 +77,9 @@ def answer_difference(given_BC: Tensor, wanted_BC: Tensor, temperature: float) -
 
 def hidden_difference(given: Any, wanted: Any, mask_BT: Tensor | None) -> Tensor:
     """The mean over layers of |given - wanted|^2 / |wanted|^2, over tokens that are no padding."""
-    total = torch.zeros((), device=given[0].device)
-    for given_BTD, wanted_BTD in zip(given, wanted, strict=True):
-        wanted_BTD = wanted_BTD.float()
-        squares_BT = (given_BTD.float() - wanted_BTD).square().sum(-1)
-        sizes_BT = wanted_BTD.square().sum(-1)
-        if mask_BT is not None:
-            squares_BT, sizes_BT = squares_BT * mask_BT, sizes_BT * mask_BT
-        total = total + squares_BT.sum() / sizes_BT.sum()
-    return total / len(given)
+    given_LBTD, wanted_LBTD = (torch.stack(tuple(states)).float() for states in (given, wanted))
+    squares_LBT = (given_LBTD - wanted_LBTD).square().sum(-1)
+    sizes_LBT = wanted_LBTD.square().sum(-1)
+    if mask_BT is not None:
+        squares_LBT, sizes_LBT = squares_LBT * mask_BT, sizes_LBT * mask_BT
+    return (squares_LBT.sum((1, 2)) / sizes_LBT.sum((1, 2))).mean()
