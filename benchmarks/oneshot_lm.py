@@ -29,7 +29,9 @@ import rankwise as rw
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import svd
 from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.errors import RankwiseError
 from rankwise.hf.compress import numbering
+from rankwise.modules import linear
 
 ROWS = {
     "svd": "truncated SVD, the same share of every layer",
@@ -51,14 +53,9 @@ def uniform(model: nn.Module, removed: float, batches: list[Any] | None) -> tupl
         assert isinstance(layer, nn.Linear) and layer.bias is None
         rank = int(kept * layer.weight.numel() / sum(layer.weight.shape))
         factors = svd(layer.weight, rank, moments.pop(site.name, None))
-        small.set_submodule(site.name, nn.Sequential(_linear(factors.q_RI), _linear(factors.p_OR)))
+        pair = [linear(nn.Parameter(weight), None) for weight in (factors.q_RI, factors.p_OR)]
+        small.set_submodule(site.name, nn.Sequential(*pair))
     return small, rw.count(small)
-
-
-def _linear(weight_OI: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight_OI.contiguous())
-    return layer
 
 
 def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -> tuple[nn.Module, int]:
@@ -109,6 +106,11 @@ def heal(small: nn.Module, dense: nn.Module, tokens: Tensor, options: argparse.N
         if step % 50 == 0:
             print(f"    heal {step}: {loss.item():.4f}", flush=True)
     return small.eval()
+
+
+def _shared(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the rows of one file have in common."""
+    return {name: value for name, value in settings.items() if name not in ("removed", "rows")}
 
 
 def main() -> None:
@@ -164,7 +166,10 @@ def main() -> None:
     }
     print(record["rows"][0], flush=True)
     if options.out.exists():
-        record["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+        before = json.loads(options.out.read_text(encoding="utf-8"))
+        if _shared(before["settings"]) != _shared(record["settings"]):
+            raise RankwiseError(f"{options.out} must be of the same settings, but is of others. Give another file.")
+        record["rows"] = before["rows"]
     found = {(row["name"], row.get("removed")) for row in record["rows"]}
     train = None
     if options.heal:
