@@ -2,11 +2,11 @@
 
 Rows are RECIPE-PERCENT, the share of the whole model that is removed. Recipes are steps of one ladder, each with all
 that stands before it: paper (plain SVD, FLOP-L0, embeddings left alone), whitening, distillation, healing, pivot,
-embeddings, and ours (compressed at once instead of along a ramp). "curve-60" is embeddings-60 with smaller cuts taken
-from the same run, for comparison with embeddings-20, -35 and -50. Cells run in the order in which rows are given, every
-task of a row before the next row; each is kept when it is finished, so the same command goes on. FOLDER may hold the
-weights in parts, in any float format: several safetensors files, or model.safetensors.00, .01, ... to be joined.
-`--scale 0.02` shows that it runs.
+embeddings, and ours (compressed at once instead of along a ramp). "control" is the dense model trained on as ours is,
+with nothing removed. "curve-60" is embeddings-60 with smaller cuts taken from the same run, for comparison with
+embeddings-20, -35 and -50. Cells run in the order in which rows are given, every task of a row before the next row;
+each is kept when it is finished, so the same command goes on. FOLDER may hold the weights in parts, in any float
+format: several safetensors files, or model.safetensors.00, .01, ... to be joined. `--scale 0.02` shows that it runs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def experiment_of(options: argparse.Namespace, model: Path, cell: Cell) -> GlueE
         device=options.device,
         seed=cell.seed,
     )
-    return experiment if cell.row == "dense" else recipe(experiment, cell.recipe, cell.removed)
+    if cell.row in ("dense", pipeline.CONTROL):
+        return experiment.with_method("dense")
+    return recipe(experiment, cell.recipe, cell.removed)
 
 
 def joined(folder: Path, work: Path) -> Path:
@@ -162,7 +164,12 @@ def run_cell(options: argparse.Namespace, model: Path, cell: Cell) -> list[dict[
     began = time.perf_counter()
     stage = pipeline.begin(experiment, options.work / cell.task / f"seed-{cell.seed}")
     base = pipeline.train_base(stage, experiment)
-    rows = [base] if cell.row == "dense" else pipeline.prune_base(stage, Arm(cell.row, experiment))
+    if cell.row == "dense":
+        rows = [base]
+    elif cell.row == pipeline.CONTROL:
+        rows = [pipeline.train_control(stage, experiment)]
+    else:
+        rows = pipeline.prune_base(stage, Arm(cell.row, experiment))
     title = stage.splits.dataset.title
     wall = time.perf_counter() - began
     about = {"task": cell.task, "title": title, "seed": cell.seed, "row": cell.row, "wall_seconds": round(wall, 1)}

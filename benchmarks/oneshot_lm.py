@@ -5,7 +5,8 @@ holds train.txt, valid.txt and test.txt. Rows, each at the same number of parame
 whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots.
 Calibration reads training text and nothing is chosen here; perplexity is per token of the model's own tokenizer on the
 first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains every row but
-"svd" on training text to give the dense model's answers. Rows that OUT.json holds already are not run again.
+"svd" on training text to give the dense model's answers, at each rate of `--lr`, of which validation text chooses one.
+Rows that OUT.json holds already are not run again.
 """
 
 from __future__ import annotations
@@ -82,16 +83,16 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int, number: int) -> fl
     return math.exp(sum(losses) / len(losses))
 
 
-def heal(small: nn.Module, dense: nn.Module, tokens: Tensor, options: argparse.Namespace) -> nn.Module:
-    """AdamW on training text, towards the dense model's answers; a cosine from `--lr` to zero."""
-    optimizer = torch.optim.AdamW(small.parameters(), lr=options.lr, weight_decay=0.0, betas=(0.9, 0.95))
+def heal(small: nn.Module, dense: nn.Module, tokens: Tensor, lr: float, options: argparse.Namespace) -> nn.Module:
+    """AdamW on training text, towards the dense model's answers; a cosine from `lr` to zero."""
+    optimizer = torch.optim.AdamW(small.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     windows = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
     generator = torch.Generator().manual_seed(options.seed)
     device = next(small.parameters()).device
     small.train()
     for step in range(options.heal):
         for group in optimizer.param_groups:
-            group["lr"] = options.lr * 0.5 * (1 + math.cos(math.pi * step / options.heal))
+            group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / options.heal))
         pick = torch.randint(len(windows), (options.batch,), generator=generator)
         batch = windows[pick].to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--calibration-windows", type=int, default=64)
     parser.add_argument("--calibration-length", type=int, default=256)
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", default="1e-4,3e-4", metavar="RATES")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -139,14 +140,24 @@ def main() -> None:
         window=options.calibration_length,
     )
     windows = [window.to(options.device) for window in text_windows(numbering(tokenizer), calibration)]
-    held_out = (options.texts / f"{options.split}.txt").read_text(encoding="utf-8")
-    # more than a window's letters, and no more than are needed
-    tokens = tokenizer(held_out[: options.windows * options.length * 12], return_tensors="pt").input_ids[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     model = model.to(options.device).eval()
 
-    def measured(small: nn.Module) -> float:
+    def measured(small: nn.Module, split: str = options.split) -> float:
+        text = (options.texts / f"{split}.txt").read_text(encoding="utf-8")
+        # more than a window's letters, and no more than are needed
+        tokens = tokenizer(text[: options.windows * options.length * 12], return_tensors="pt").input_ids[0]
         return perplexity(small, tokens, options.length, options.windows)
+
+    def healed(small: nn.Module, tokens: Tensor) -> dict[str, Any]:
+        """The rate is chosen on validation text; the split that is asked for is read once."""
+        best, tried = small, dict[str, float]()
+        for lr in options.lr.split(","):
+            healthy = heal(copy.deepcopy(small), model, tokens, float(lr), options)
+            tried[lr] = measured(healthy, "valid")
+            if tried[lr] == min(tried.values()):
+                best = healthy
+        return {"valid": tried, "healed": measured(best)}
 
     record: dict[str, Any] = {
         "name": "oneshot-lm",
@@ -189,7 +200,7 @@ def main() -> None:
             row["seconds"] = round(time.perf_counter() - start, 1)
             row["perplexity"] = measured(small)
             if train is not None and name != "svd":
-                row["healed"] = measured(heal(small, model, train, options))
+                row |= healed(small, train)
             record["rows"].append(row)
             print(row, flush=True)
             del small

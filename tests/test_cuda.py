@@ -13,6 +13,7 @@ from test_pruner import METHODS, PRUNING
 from torch import nn
 
 import rankwise as rw
+from rankwise.kernels.linear import linear
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -74,3 +75,23 @@ def test_a_model_is_compressed_on_the_gpu_as_on_a_cpu(layout: Literal["pair", "p
     assert rw.count(here) == rw.count(there)
     want = here(tokens[0])
     assert (there(tokens[0].cuda()).cpu() - want).abs().max() <= 1e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("outputs", [0, 1, 9, 64])
+@pytest.mark.parametrize("inputs", [0, 1, 7, 64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_in_half_precision_are_f_linear(inputs: int, outputs: int, bias: bool) -> None:
+    """Also with nothing in them, such as those of a matrix of which no component is left."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, inputs, device="cuda", requires_grad=True)
+    weight_OI = torch.randn(outputs, inputs, device="cuda", requires_grad=True)
+    bias_O = torch.randn(outputs, device="cuda", requires_grad=True) if bias else None
+    given = [tensor for tensor in (x, weight_OI, bias_O) if tensor is not None]
+    answers = []
+    for product in (linear, F.linear):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = product(x, weight_OI, bias_O)
+        answers.append((y, *torch.autograd.grad(y.float().square().sum(), given)))
+    for got, want in zip(*answers, strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-1)

@@ -68,7 +68,7 @@ def test_a_run_gives_models_of_the_sizes_asked_for(recipe: str, tmp_path: Path) 
 def test_the_same_call_again_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = toy(tmp_path)
     record = run(experiment, tmp_path / "run")
-    monkeypatch.setattr("rankwise.experiments.glue.pipeline.tune", None)
+    monkeypatch.setattr("rankwise.experiments.glue.stage.tune", None)
     assert run(experiment, tmp_path / "run") == record
     (tmp_path / "run" / "record.json").unlink()
     again = run(experiment, tmp_path / "run")
@@ -91,6 +91,21 @@ def test_a_sweep_shares_the_base_of_a_seed(tmp_path: Path) -> None:
     assert names == [["dense", "flop-l0-20", "flop-l0-40"]] * 2
     assert all(row["valid"] is None for each in record["runs"] for row in each["rows"])
     assert len(table(record).rows) == 3
+
+
+def test_the_control_trains_on_for_as_long_with_nothing_removed(tmp_path: Path) -> None:
+    dense, pruned, control = run(toy(tmp_path, compare=("dense",)), tmp_path / "run")["rows"]
+    assert (control["name"], control["parameters"], control["steps"]) == (
+        "control",
+        dense["parameters"],
+        pruned["steps"],
+    )
+    before, after = (
+        (tmp_path / "run" / row["folder"] / "model/model.safetensors").read_bytes() for row in (dense, control)
+    )
+    assert before != after
+    alone = run(toy(tmp_path, method=rw.methods.make_method("dense"), budget=None), tmp_path / "alone")
+    assert [row["name"] for row in alone["rows"]] == ["dense"]
 
 
 def test_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def linear(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     if _suits_onednn(x_BI, weight_OI):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x_BI, weight_OI, bias_O, "none", [], "")
         return y
-    if (dtype := half_dtype(x_BI)) is None:
+    if (dtype := half_dtype(x_BI)) is None or not weight_OI.numel():
         return F.linear(x_BI, weight_OI, bias_O)
     if can_fuse(x_BI) and weight_OI.dtype == torch.float32:
         y_BO: Tensor = _Linear.apply(x_BI, weight_OI, bias_O, dtype)  # type: ignore[no-untyped-call]

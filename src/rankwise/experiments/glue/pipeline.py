@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,41 +22,26 @@ from rankwise.adapters.targets import target_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.plan import Plan
 from rankwise.data.glue.tasks import task_named
-from rankwise.deploy.measure import time_together
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
-from rankwise.experiments.fields import to_json
 from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
 from rankwise.experiments.glue.at_once import compress_at_once
 from rankwise.experiments.glue.config import GlueExperiment
-from rankwise.experiments.glue.data import Splits, load_splits
-from rankwise.experiments.glue.encoder import check_encoder, load_encoder, quiet
+from rankwise.experiments.glue.data import load_splits
+from rankwise.experiments.glue.encoder import check_encoder, load_encoder
+from rankwise.experiments.glue.stage import Stage, described
 from rankwise.experiments.latency import FILE as LATENCY
 from rankwise.experiments.latency import Latency, find_latency
 from rankwise.hf.distill import distillation_loss
-from rankwise.hf.pretrained import save_pretrained
 from rankwise.methods.base import Method
 from rankwise.methods.svd import Svd
 from rankwise.pruner import Pruner, account_of, planned
-from rankwise.training.records import RunFolder, surroundings
+from rankwise.training.records import surroundings
 from rankwise.training.snapshots import Snapshot, Snapshots
-from rankwise.training.tune import Batch, Loss, Precision, TuningConfig, tune
+from rankwise.training.tune import Batch, Loss
 
-REPEATS = 20
-"""Of every model, when they are timed."""
+CONTROL = "control"
 CALIBRATION_BATCH = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """What all parts of an experiment share."""
-
-    splits: Splits
-    folder: Path
-    watcher: Watcher
-    device: torch.device
-    precision: Precision
-    latency: Latency | None = None
 
 
 def run_arms(
@@ -72,10 +56,10 @@ def run_arms(
     if trackers:
         raise RankwiseError(f"`trackers` are for language models, but {', '.join(trackers)} was given. Leave it out.")
     path = Path(folder)
-    described = _described(experiment)
+    settings = described(experiment)
     wanted = [arm.name for arm in arms]
     finished = read(path / RECORD)
-    if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
+    if finished is not None and (finished["experiment"], finished["arms"]) == (settings, wanted):
         return finished
     stage = begin(experiment, path, watcher)
     if stage.latency is not None:
@@ -85,14 +69,15 @@ def run_arms(
     for arm in arms:
         if arm.name != "dense":
             rows += prune_base(stage, arm)
-    stage.watcher.phase("timing")
-    add_timings(stage, rows)
+        elif len(arms) > 1:
+            rows.append(train_control(stage, arm.experiment))
+    stage.add_timings(rows)
     record = {
         "format": FORMAT,
         "version": VERSION,
         "name": experiment.name,
         "seed": experiment.seed,
-        "experiment": described,
+        "experiment": settings,
         "arms": wanted,
         "corpus": stage.splits.dataset.record(),
         "rows": rows,
@@ -127,7 +112,7 @@ def _latency(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Late
     if experiment.budget is None or experiment.budget.latency_ms is None:
         return None
     stage.watcher.phase(f"finding the size for {experiment.budget.latency_ms:g} ms")
-    inputs = {"input_ids": _longest(stage)}
+    inputs = {"input_ids": stage.longest()}
     return find_latency(experiment, model.to(stage.device), _plan(experiment, model), inputs, stage.folder)
 
 
@@ -142,38 +127,74 @@ def _check(experiment: GlueExperiment, model: nn.Module) -> None:
 
 def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """Fine-tune the dense model, unless that is done already; its row of the table."""
-    task = stage.splits.dataset.task
-    of = _of(stage, experiment, ("task", "held_out", "model", "base", "precision", "seed"))
+    of = stage.made_from(experiment, ("task", "held_out", "model", "base", "precision", "seed"))
     done = read(stage.folder / BASE / EXPORT)
     if done is not None and done["of"] == of:
         row: dict[str, Any] = done["rows"][0]
         return row
     stage.watcher.phase("fine-tuning the dense model")
-    model = load_encoder(experiment.model.name, task, seed=experiment.seed).to(stage.device)
-    seconds = _tune(stage, BASE, of, model, experiment.base, _own_loss, seed=2 * experiment.seed)
-    sizes = {"parameters": count(model), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
-    steps = {"steps": experiment.base.steps(len(stage.splits.train)), "seconds": seconds}
-    row = _export(stage, BASE, model, {"name": "dense", "method": "dense", **sizes, **steps}, None)
+    model = stage.encoder(experiment.model.name, seed=experiment.seed)
+    seconds = stage.train(BASE, of, model, experiment.base, _own_loss, seed=2 * experiment.seed)
+    steps = {"steps": stage.steps(experiment.base), "seconds": seconds}
+    row = stage.export(BASE, model, {"name": "dense", **_whole(model), **steps}, None)
     write(stage.folder / BASE / EXPORT, {"of": of, "rows": [row]})
     return row
+
+
+def train_control(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
+    """The base trained on as a pruned one is, for as long and by the same loss, with nothing removed; its row."""
+    of = _made_from(stage, experiment)
+    done = read(stage.folder / CONTROL / EXPORT)
+    if done is not None and done["of"] == of:
+        row: dict[str, Any] = done["rows"][0]
+        return row
+    model = stage.encoder(stage.folder / BASE / MODEL)
+    loss, steps, seconds = _loss(experiment, model), 0, 0.0
+    stage.watcher.phase("training the dense model on")
+    for name, phase in ((CONTROL, experiment.training), (f"{CONTROL}/healing", experiment.healing)):
+        if phase is not None:
+            seconds += stage.train(name, of, model, phase, loss, seed=2 * experiment.seed + 1)
+            steps += stage.steps(phase)
+    row = {"name": CONTROL, **_whole(model), "steps": steps, "seconds": seconds}
+    row = stage.export(CONTROL, model, row, None)
+    write(stage.folder / CONTROL / EXPORT, {"of": of, "rows": [row]})
+    return row
+
+
+def _whole(model: nn.Module) -> dict[str, Any]:
+    """What a row says of a dense model."""
+    sizes = {"parameters": count(model), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
+    return {"method": "dense", **sizes}
 
 
 def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
     """Prune, compact and heal from the base, unless that is done already; a row for each size."""
     experiment = arm.experiment
     assert experiment.budget is not None
-    of = {**_of(stage, experiment), "base": (read(stage.folder / BASE / EXPORT) or {}).get("of")}
+    of = _made_from(stage, experiment)
     done = read(stage.folder / arm.name / EXPORT)
     if done is not None and done["of"] == of:
         rows: list[dict[str, Any]] = done["rows"]
         return rows
-    model = load_encoder(stage.folder / BASE / MODEL, stage.splits.dataset.task).to(stage.device)
-    loss = _own_loss if experiment.distillation is None else distillation_loss(_twin(model), experiment.distillation)
+    model = stage.encoder(stage.folder / BASE / MODEL)
+    loss = _loss(experiment, model)
     make = _at_once if isinstance(experiment.method, Svd) else _along_the_ramp
     rows = [_healed(stage, arm, snapshot, loss, seconds) for snapshot, seconds in make(stage, arm, of, model, loss)]
     write_experiment(stage.folder / arm.name, experiment)
     write(stage.folder / arm.name / EXPORT, {"of": of, "rows": rows})
     return rows
+
+
+def _made_from(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
+    """What comes from the base depends on it too."""
+    return {**stage.made_from(experiment), "base": (read(stage.folder / BASE / EXPORT) or {}).get("of")}
+
+
+def _loss(experiment: GlueExperiment, base: nn.Module) -> Loss:
+    """What a model that comes from the base is trained by."""
+    if experiment.distillation is None:
+        return _own_loss
+    return distillation_loss(copy.deepcopy(base), experiment.distillation)
 
 
 def _along_the_ramp(
@@ -185,8 +206,8 @@ def _along_the_ramp(
     pruner = _gate(stage, experiment, model)
     snapshots = Snapshots(pruner, _budgets(experiment, experiment.budget))
     stage.watcher.phase(f"pruning with {arm.name}")
-    seconds = _tune(
-        stage, arm.name, of, model, experiment.training, loss,
+    seconds = stage.train(
+        arm.name, of, model, experiment.training, loss,
         seed=2 * experiment.seed + 1, pruner=pruner, after_step=snapshots.take,
     )  # fmt: skip
     yield from ((snapshot, seconds) for snapshot in snapshots.finish())
@@ -205,8 +226,8 @@ def _at_once(
         stage.watcher.phase(f"compressing for {name}")
         small, size = compress_at_once(experiment, model, plan, budget, calibration)
         stage.watcher.phase(f"training {name}")
-        seconds = _tune(stage, name, of, small, training, loss, seed=2 * experiment.seed + 1)
-        yield Snapshot(budget, small, size, training.steps(len(stage.splits.train))), seconds
+        seconds = stage.train(name, of, small, training, loss, seed=2 * experiment.seed + 1)
+        yield Snapshot(budget, small, size, stage.steps(training)), seconds
 
 
 def _name(arm: Arm[GlueExperiment], budget: Budget) -> str:
@@ -223,8 +244,8 @@ def _healed(stage: Stage, arm: Arm[GlueExperiment], snapshot: Snapshot, loss: Lo
         stage.watcher.phase(f"healing {name}")
         of = {"healing": dataclasses.asdict(experiment.healing)}
         healing = experiment.healing
-        seconds += _tune(stage, f"{name}/healing", of, snapshot.model, healing, loss, seed=2 * experiment.seed + 1)
-        steps += healing.steps(len(stage.splits.train))
+        seconds += stage.train(f"{name}/healing", of, snapshot.model, healing, loss, seed=2 * experiment.seed + 1)
+        steps += stage.steps(healing)
     size = snapshot.size
     row = {
         "name": name,
@@ -236,7 +257,7 @@ def _healed(stage: Stage, arm: Arm[GlueExperiment], snapshot: Snapshot, loss: Lo
         "steps": steps,
         "seconds": seconds,
     }
-    return _export(stage, name, snapshot.model, row, snapshot)
+    return stage.export(name, snapshot.model, row, size)
 
 
 def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
@@ -247,7 +268,7 @@ def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
     return Pruner(
         model,
         experiment.budget,
-        _method(experiment, experiment.training.steps(len(stage.splits.train))),
+        _method(experiment, stage.steps(experiment.training)),
         plan=_plan(experiment, model),
         init=experiment.init,
         calibration=calibration,
@@ -288,107 +309,3 @@ def _budgets(experiment: GlueExperiment, budget: Budget) -> list[Budget]:
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def _tune(
-    stage: Stage,
-    name: str,
-    of: Mapping[str, Any],
-    model: nn.Module,
-    config: TuningConfig,
-    loss: Loss,
-    *,
-    seed: int,
-    pruner: Pruner | None = None,
-    after_step: Callable[[], None] | None = None,
-) -> float:
-    """One phase of training, with its configuration and its metrics in its folder."""
-    folder = RunFolder(stage.folder / name)
-    folder.metrics.unlink(missing_ok=True)
-    folder.begin(of)
-    steps = config.steps(len(stage.splits.train))
-    stage.watcher.begin(0, steps)
-
-    def log(line: Mapping[str, Any]) -> None:
-        folder.append(line)
-        stage.watcher.report(dict(line))
-
-    taken = 0
-
-    def advance() -> None:
-        nonlocal taken
-        if after_step is not None:
-            after_step()
-        taken += 1
-        stage.watcher.advance(taken)
-
-    try:
-        return tune(
-            model, stage.splits.train, config, loss,
-            seed=seed, precision=stage.precision, pruner=pruner, after_step=advance, log=log,
-        )  # fmt: skip
-    finally:
-        stage.watcher.end()
-
-
-def _export(
-    stage: Stage, name: str, model: nn.Module, row: dict[str, Any], snapshot: Snapshot | None
-) -> dict[str, Any]:
-    """Evaluate a finished model and save it as a folder that `from_pretrained` loads."""
-    stage.watcher.phase(f"evaluating {name}")
-    valid, test = (stage.splits.quality(model, split) for split in ("valid", "test"))
-    with quiet():
-        save_pretrained(
-            model,  # type: ignore[arg-type]
-            stage.folder / name / MODEL,
-            tokenizer=stage.splits.tokenizer,
-            size=None if snapshot is None else snapshot.size,
-            overwrite=True,
-        )
-    return {**row, "valid": valid, "test": test, "folder": name}
-
-
-def add_timings(stage: Stage, rows: list[dict[str, Any]]) -> None:
-    """Milliseconds for one text of the greatest length, batch 1, and how much faster than the first row that is."""
-    task = stage.splits.dataset.task
-    models = {row["folder"]: load_encoder(stage.folder / row["folder"] / MODEL, task) for row in rows}
-    tokens = _longest(stage)
-
-    def call(model: nn.Module) -> Callable[[], object]:
-        model = model.to(stage.device).eval()
-
-        @torch.inference_mode()
-        def forward() -> object:
-            return model(input_ids=tokens)
-
-        return forward
-
-    calls = {name: call(model) for name, model in models.items()}
-    timings = time_together(calls, repeats=REPEATS, device=stage.device)
-    for row in rows:
-        timing = timings[row["folder"]]
-        row["milliseconds"] = dataclasses.asdict(timing)
-        row["speedup"] = timings[rows[0]["folder"]].median / timing.median
-
-
-def _longest(stage: Stage) -> Tensor:
-    """A text of the greatest length: what models are timed on."""
-    tokens: Tensor = stage.splits.train.tensors["input_ids"]
-    return tokens[:1, :1].expand(1, tokens.shape[1]).contiguous()
-
-
-def _described(experiment: GlueExperiment) -> dict[str, Any]:
-    """As JSON gives it back; where the data lies on this machine is no part of the experiment."""
-    plain: dict[str, Any] = json.loads(json.dumps(to_json(replace(experiment, data=None))))
-    return plain
-
-
-def _of(stage: Stage, experiment: GlueExperiment, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a finished part was made from."""
-    described = _described(experiment)
-    chosen = {name: described[name] for name in names} if names is not None else described
-    return {**chosen, "fingerprint": stage.splits.dataset.fingerprint}
