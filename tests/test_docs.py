@@ -87,6 +87,15 @@ def test_the_table_of_speeds_is_the_recorded_one() -> None:
         assert median == (f"{value / 1e6:.2f}M" if row["unit"] == "characters/s" else f"{value:.2f}x")
 
 
+def test_the_table_of_fine_tuning_is_the_recorded_one() -> None:
+    from rankwise.report.sections import fine_tuning
+
+    found = {row[1:] for row in fine_tuning(json.loads((ROOT / "results/glue-mpnet.json").read_text())).rows}
+    shown = [tuple(figures) for _, *figures in section("fine-tuning")]
+    assert len(shown) == 3
+    assert set(shown) <= found
+
+
 def test_the_one_shot_table_is_the_recorded_one() -> None:
     record = json.loads((ROOT / "results/oneshot-smollm2.json").read_text())
     found = {(f"{row['parameters']:,}", f"{row['perplexity']:,.1f}") for row in record["rows"]}

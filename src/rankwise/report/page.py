@@ -154,14 +154,12 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "`python benchmarks/glue.py results/glue-mpnet.json --preset glue-mpnet --model FOLDER --data GLUE`, "
         "one H200; development sets; the mean of each task's metrics; QNLI of ours is trained on 2,000 rows. "
         "RoBERTa-base is not MPNet-base: only what is lost compares. The number behind a name is the "
-        "percentage removed of the whole model ([glue.md](glue.md)). All at a learning rate of 5e-5 after compression; "
-        "the preset's is lower since ([log.md](log.md)).",
+        "percentage removed of the whole model ([glue.md](glue.md)).",
         _of("glue-mpnet", sections.fine_tuning),
     ),
     (
         "Fine-tuning, a small encoder on a CPU",
-        "All-MiniLM-L6, two cores; nothing was chosen on these rows. At a learning rate of 1e-4 after compression; the "
-        "preset's is lower since ([log.md](log.md)). `python benchmarks/glue.py "
+        "All-MiniLM-L6, two cores; nothing was chosen on these rows. `python benchmarks/glue.py "
         "results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE --tasks mrpc "
         "--rows dense,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
         _of("glue-minilm", sections.fine_tuned),
@@ -189,8 +187,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "With a little training",
         "The same on one H200, first 64 windows of the test text, more calibration; then 300 steps of 16 windows of "
-        "training text (2.5 million tokens), towards the dense model's answers. `python benchmarks/oneshot_lm.py MODEL "
-        "TEXTS OUT --heal 300`",
+        "training text (2.5 million tokens), towards the dense model's answers, at the rate that validation text "
+        "chooses. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --heal 300`",
         _of("oneshot-smollm2-healed", sections.oneshot),
     ),
     (
