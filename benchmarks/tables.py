@@ -1,7 +1,7 @@
 """The paper's tables, filled cell by cell: `python benchmarks/tables.py enwik8-sru --data FOLDER --seconds 560`.
 
 A table has one dense base, or a few, and cells that start from it, the most telling first: "dense" (the control, which
-trains on for as many steps), METHOD-PERCENT, METHOD-PERCENT-published (the paper's Lagrangian) and fac-PERCENT-scratch.
+trains on for as many steps), METHOD-PERCENT, METHOD-PERCENT-published (the paper's recipe) and fac-PERCENT-scratch.
 After each cell OUT/table-NAME.json is written, and cells that it holds are never run again. The same command goes on:
 with the step where `--seconds` or Ctrl-C stopped it if WORK is still there; otherwise the base is trained again with
 the same seed and steps, and the record gains a run of its own for the rows that come from it. `--plan` says what would
@@ -157,7 +157,7 @@ def arm_of(experiment: Experiment, cell: str) -> Arm[Experiment]:
     # one from the other: settings that both have, such as the ramp, are the experiment's
     chosen = replace(experiment.with_method(method), budget=rw.Budget(removed=int(percent) / 100, of="prunable"))
     if variant == "published":
-        chosen = replace(chosen, method=replace(chosen.method, recipe="published"))
+        chosen = replace(chosen, method=replace(chosen.method, recipe="published", refactor=False))
     if variant == "scratch":
         assert experiment.base is not None
         steps = experiment.base.steps + experiment.training.steps

@@ -68,7 +68,7 @@ def test_a_cell_says_what_is_run(tmp_path: Path) -> None:
     assert published == replace(
         experiment,
         budget=replace(experiment.budget, removed=0.7),
-        method=replace(experiment.method, recipe="published"),
+        method=replace(experiment.method, recipe="published", refactor=False),
     )
     scratch = tables.arm_of(experiment, "fac-70-scratch").experiment
     assert (scratch.base, scratch.init, scratch.method.name, scratch.training.steps) == (None, "random", "fac", 16)

@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "agp": {"anneal_steps": 6, "mask_every": 2},
     "flop-agp": {"anneal_steps": 6, "mask_every": 2, "l1": 1e-3},
     "flop-l0": {"anneal_steps": 6, "gate_lr": 5.0},
+    "flop-l0 paper": {"anneal_steps": 6, "recipe": "published", "gate_lr": 5.0, "refactor": False},
     "svd": {},
     "fac pivot": {"layout": "pivot"},
     "flop-agp pivot": {"anneal_steps": 6, "mask_every": 2, "layout": "pivot"},
@@ -36,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "svd pivot": {"layout": "pivot"},
 }
 PRUNING = [name for name in METHODS if name != "dense"]
-LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0", "flop-agp pivot", "flop-l0 pivot"]
+LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0", "flop-l0 paper", "flop-agp pivot", "flop-l0 pivot"]
 
 
 def train(model: nn.Module, pruner: rw.Pruner, spec: Spec, steps: int, start: int = 0) -> None:
@@ -109,6 +110,28 @@ def test_a_compact_model_gives_the_gated_models_outputs(spec: Spec, method: str,
         small = pruner.compact().eval()
         want, got = model(tokens), small(tokens)
         assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("method", ["flop-l0", "flop-agp"])
+def test_components_of_a_trained_pair_come_by_what_they_carry(method: str) -> None:
+    """Cut to its first k components, the pair is the best matrix of rank k."""
+    torch.manual_seed(0)
+    pair = nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)).double()
+    first, second = pair[0].weight, pair[1].weight
+    dense = (second @ first).detach()
+    singular = torch.linalg.svdvals(dense)
+    model = nn.Sequential(pair)
+    budget = rw.Budget(removed=0.5)
+    rw.Pruner(model, budget, method, **METHODS[method])
+    q, p = dict(model.named_parameters()).values()
+    p, q = (p, q) if p.shape == (30, 9) else (q, p)
+    for k in range(10):
+        error = torch.linalg.norm(dense - p[:, :k] @ q[:k])
+        torch.testing.assert_close(error, torch.linalg.norm(singular[k:]), rtol=1e-9, atol=1e-9)
+    model = nn.Sequential(nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)))
+    own = set(model.parameters())
+    rw.Pruner(model, budget, method, **{**METHODS[method], "refactor": False})
+    assert set(model.parameters()) == own
 
 
 @pytest.mark.parametrize("method", PRUNING)

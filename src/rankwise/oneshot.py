@@ -20,13 +20,14 @@ from rankwise.adapters.readers import answer
 from rankwise.core.budget import Account, Budget, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
 from rankwise.core.choice import ranked_counts
-from rankwise.core.factorize import Factors, Moments, svd, svd_of_pair
+from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import drop_pages, trim
-from rankwise.core.plan import Plan, Site, Source, bias_of, check_weights, get_module, pair, source
+from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
+from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, check_arguments, planned
 
@@ -142,19 +143,12 @@ def _choose(
     scores: dict[str, Tensor] = {}
     for site, moments in data.moments():
         curve = curves[site.name]
-        energy = _factorized(source(model, site), curve.num_components, moments).energy_R
+        energy = factorized(source(model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         trim()
     ordered = [scores[name] for name in curves]
     chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
     return dict(zip(curves, chosen, strict=True))
-
-
-def _factorized(found: Source, rank: int, moments: Moments | None) -> Factors:
-    if found.weight_OI is not None:
-        return svd(found.weight_OI, rank, moments)
-    assert found.p_OR is not None and found.q_RI is not None
-    return svd_of_pair(found.p_OR, found.q_RI, rank, moments)
 
 
 def _shrink(
@@ -165,7 +159,7 @@ def _shrink(
     if curve(rank) == site.params and rank == curve.num_components and site.uses[0].kind != "conv1d":
         return
     found = source(model, site)
-    factors = _factorized(found, rank, moments)
+    factors = factorized(found, rank, moments)
     p, q = (nn.Parameter(factor, found.requires_grad) for factor in (factors.p_OR, factors.q_RI))
     matrix = FactorizedMatrix(p, q, Gate(rank), pivot=method.pivots(site))
     kept = torch.arange(rank, device=p.device)

@@ -26,7 +26,7 @@ from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, so
 from rankwise.core.surgery import install
 from rankwise.errors import BudgetError, PlanError, RankwiseError
 from rankwise.methods import make_method
-from rankwise.methods.base import Method
+from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
 
 Init = Literal["svd", "whitened", "random"]
 
@@ -39,8 +39,9 @@ class Pruner:
         budget: the size of the exported model.
         method: "flop-l0", "flop-agp", "np-l0", "agp", "fac" or "dense" (`rankwise.methods`), or a method object.
         plan: which matrices are pruned; by default every linear layer and embedding that can be gated safely.
-        init: how a plain matrix is factorized: "svd" and "whitened" keep what the model computes, "random" starts
-            afresh with the variance of the matrix. A low-rank pair that the model holds is gated as it stands.
+        init: how a matrix is factorized: "svd" and "whitened" keep what the model computes, "random" starts afresh
+            with the variance of the matrix. A low-rank pair that the model holds is gated as it stands with "random",
+            or where the method says so (`refactor=False`).
         calibration: with init="whitened", batches of input for `model`.
         rank_multiple: keep ranks at multiples of this number, for hardware.
         seed: of the gates' noise, and of random factors.
@@ -74,13 +75,13 @@ class Pruner:
         account = account_of(model, self.plan, self.method, budget, trained=trained)
         self.limit = budget.resolve(account)
         self.account = self.method.allot(account, self.limit, rank_multiple)
-        factors = _factorizer(init, model, self.plan, calibration, seed)
+        factorizer = _factorizer(init, model, self.plan, calibration, seed)
         matrices = []
         # one site at a time, its dense weight freed before the next: a large model need not fit twice
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
             found = source(model, site)
             gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
-            matrices.append(self.method.represent(site, found, gate, factors))
+            matrices.append(self.method.represent(site, found, gate, factorizer))
             install(model, site, matrices[-1])
             del found
             trim()
@@ -220,13 +221,15 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     return taken
 
 
-def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int) -> Any:
-    """How a plain matrix becomes factors."""
+def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int) -> Factorizer:
+    """How a matrix becomes factors."""
     if init == "random":
         generator = torch.Generator().manual_seed(seed)
-        return lambda site, weight, rank: factorize.random(weight, rank, generator)
+        return Factorizer(
+            lambda site, source, rank: factorize.random(dense_weight(source), rank, generator), keeps=False
+        )
     moments = second_moments(model, plan, calibration) if calibration is not None else {}
-    return lambda site, weight, rank: factorize.svd(weight, rank, moments.get(site.name))
+    return Factorizer(lambda site, source, rank: factorized(source, rank, moments.get(site.name)), keeps=True)
 
 
 def check_arguments(

@@ -218,6 +218,7 @@ def _row(
         peak = 1 / math.sqrt(model.width * (base.warmup_steps or RISE))
         settings |= {
             "recipe": "published",
+            "refactor": False,
             "gate_lr": training.lr if alpha is None else alpha * peak,
             "multiplier_lr": multiplier * peak,
             "open_probability": open_probability,

@@ -5,19 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from rankwise.core.budget import Account, CostCurve
 from rankwise.core.control import Controller
-from rankwise.core.factorize import Factors
+from rankwise.core.factorize import Factors, Moments, svd, svd_of_pair
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, Source
 
-Factorize: TypeAlias = Callable[[Site, Tensor, int], Factors]
-"""Factors of the given rank for the matrix of a site."""
+
+@dataclass(frozen=True)
+class Factorizer:
+    """How a matrix becomes factors."""
+
+    make: Callable[[Site, Source, int], Factors]
+    """Factors of the given rank for the matrix of a site."""
+    keeps: bool
+    """Whether P Q is that matrix, as far as the rank allows; else they start afresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class Method(ABC):
         """What exporting k components of `site` costs; `trained` says that its weights are worth keeping."""
 
     @abstractmethod
-    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
         """The gated matrix that takes the place of `source`."""
 
     def overhead_bytes(self, site: Site) -> int:
@@ -67,12 +74,22 @@ class Method(ABC):
         """What moves the gates."""
 
 
-def factors(site: Site, source: Source, rank: int, factorize: Factorize) -> tuple[nn.Parameter, nn.Parameter]:
-    """P and Q of a site: those the model holds, or new ones."""
-    if source.p_OR is not None and source.q_RI is not None and site.pair_rank == rank:
+def factors(
+    site: Site, source: Source, rank: int, factorizer: Factorizer, *, anew: bool = False
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """P and Q of a site: those the model holds, unless they are to be made anew, or new ones."""
+    if source.p_OR is not None and source.q_RI is not None and site.pair_rank == rank and not anew:
         return as_parameter(source.p_OR), as_parameter(source.q_RI)
-    made = factorize(site, dense_weight(source), rank)
+    made = factorizer.make(site, source, rank)
     return nn.Parameter(made.p_OR, source.requires_grad), nn.Parameter(made.q_RI, source.requires_grad)
+
+
+def factorized(source: Source, rank: int, moments: Moments | None = None) -> Factors:
+    """The SVD of a site's matrix, which is not multiplied out if the model holds a pair."""
+    if source.weight_OI is not None:
+        return svd(source.weight_OI, rank, moments)
+    assert source.p_OR is not None and source.q_RI is not None
+    return svd_of_pair(source.p_OR, source.q_RI, rank, moments)
 
 
 def dense_weight(source: Source) -> Tensor:

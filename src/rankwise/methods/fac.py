@@ -11,4 +11,3 @@ from rankwise.methods.representations import Factorized
 @dataclass(frozen=True, kw_only=True)
 class Fac(Factorized, UniformRanks):
     name = "fac"
-    refactors = True

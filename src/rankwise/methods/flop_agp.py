@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankwise.methods.gatings import MagnitudeGates
-from rankwise.methods.representations import Factorized
+from rankwise.methods.representations import GatedComponents
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopAgp(Factorized, MagnitudeGates):
+class FlopAgp(GatedComponents, MagnitudeGates):
     name = "flop-agp"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankwise.methods.gatings import LearnedGates
-from rankwise.methods.representations import Factorized
+from rankwise.methods.representations import GatedComponents
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopL0(Factorized, LearnedGates):
+class FlopL0(GatedComponents, LearnedGates):
     name = "flop-l0"

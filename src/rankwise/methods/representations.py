@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -20,15 +20,12 @@ from rankwise.core.matrices import (
     masked_curve,
 )
 from rankwise.core.plan import Site, Source
-from rankwise.methods.base import Factorize, Method, as_parameter, factors
+from rankwise.methods.base import Factorizer, Method, as_parameter, factors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factorized(Method):
     """Rank-1 components p_k q_k of W = P Q.  Paper: section 4.1."""
-
-    refactors: ClassVar[bool] = False
-    """Whether a low-rank pair of the model is factorized anew, rather than gated as it stands."""
 
     layout: Literal["pair", "pivot"] = "pair"
     """How rank r of an O x I matrix is exported: as two factors of r (O + I) numbers, or as r of its rows and the
@@ -39,6 +36,10 @@ class Factorized(Method):
         getattr(super(), "__post_init__", lambda: None)()
         if self.layout not in ("pair", "pivot"):
             raise ValueError(f'`layout` must be "pair" or "pivot", but is {self.layout!r} instead.')
+
+    def refactors(self, trained: bool) -> bool:
+        """Whether a low-rank pair of the model is factorized anew, rather than taken as it stands."""
+        return True
 
     def pivots(self, site: Site) -> bool:
         """Whether `site` is exported in the pivot layout; a pair that the model holds in it keeps it."""
@@ -55,12 +56,24 @@ class Factorized(Method):
         if site.pair_rank is None:
             rank = full if trained else same_size_rank(site.shape)
         else:
-            rank = min(site.pair_rank, full) if self.refactors else site.pair_rank
+            rank = min(site.pair_rank, full) if self.refactors(trained) else site.pair_rank
         return factorized_curve(site.shape, rank, pivot=self.pivots(site))
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
-        p, q = factors(site, source, gate.num_components, factorize)
+    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+        p, q = factors(site, source, gate.num_components, factorizer, anew=self.refactors(factorizer.keeps))
         return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedComponents(Factorized):
+    """Components of which some are chosen in training."""
+
+    refactor: bool = True
+    """Whether a trained low-rank pair is factorized anew before it is gated: P Q stays, and its components come by what
+    they carry. False: gated as it stands, as in the paper."""
+
+    def refactors(self, trained: bool) -> bool:
+        return self.refactor and trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +92,10 @@ class InputFeatures(Method):
         # the mask of `SelectedLinear`
         return site.shape[1] * len(site.uses) if site.pair_rank is None else 0
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
         if site.pair_rank is None:
             return InputGatedMatrix(_weight(source), gate)
-        p, q = factors(site, source, gate.num_components, factorize)
+        p, q = factors(site, source, gate.num_components, factorizer)
         return FactorizedMatrix(p, q, gate, pivot=site.pivot)
 
 
@@ -96,7 +109,7 @@ class SingleWeights(Method):
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
         return masked_curve(site.shape)
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
         return MaskedMatrix(_weight(source), gate)
 
 

@@ -15,21 +15,20 @@ from rankwise.core.control import Controller, FixedController
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.plan import Site, Source
-from rankwise.methods.base import Factorize, dense_weight
+from rankwise.methods.base import Factorizer
 from rankwise.methods.representations import Factorized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Svd(Factorized):
     name = "svd"
-    refactors = True
 
     def gate(self, num_components: int) -> Gate:
         return ScoredGate(num_components)
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorize: Factorize) -> GatedMatrix:
+    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
         assert isinstance(gate, ScoredGate)
-        made = factorize(site, dense_weight(source), gate.num_components)
+        made = factorizer.make(site, source, gate.num_components)
         gate.scores.copy_(self.scores(site, made.energy_R, self.curve(site, trained=True)))
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
         return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
