@@ -159,10 +159,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ),
     (
         "Fine-tuning, a small encoder on a CPU",
-        "All-MiniLM-L6, two cores; nothing was chosen on these rows. *control* is the dense model trained on for as long. "
-        "`python benchmarks/glue.py "
-        "results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE --tasks mrpc "
-        "--rows dense,control,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
+        "All-MiniLM-L6, two cores; nothing was chosen on these rows. *control* is the dense model trained on for as "
+        "long. `python benchmarks/glue.py results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE "
+        "--tasks mrpc --rows dense,control,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
         _of("glue-minilm", sections.fine_tuned),
     ),
     (
