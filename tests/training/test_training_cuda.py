@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),
 ]
-GPU = replace(CONFIG, device="auto", steps=40, dense_steps=0, accumulate=2)
+GPU = replace(CONFIG, device="auto", steps=40, dense_steps=0, accumulate=2, reset_every=3)
 
 
 def start(folder: Path, kind: str, method: str | None, config: Any = GPU) -> Run:

@@ -66,7 +66,8 @@ def test_accumulated_parts_are_one_large_batch(kind: str, method: str | None, tm
     for parts in (1, 2, 4):
         model = make_model(kind, len(corpus.vocabulary), dropout=0.0).double()
         pruner = pruner_of(method)(model) if method else None
-        fit(model, corpus, dataclasses.replace(DENSE, accumulate=parts), tmp_path / str(parts), pruner=pruner)
+        config = dataclasses.replace(DENSE, accumulate=parts, reset_every=5)
+        fit(model, corpus, config, tmp_path / str(parts), pruner=pruner)
         weights.append({name: p.detach() for name, p in model.named_parameters()})
     # gates are float32, so a learned diagonal rounds there
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if method is None else {"rtol": 1e-4, "atol": 1e-6}
@@ -97,6 +98,27 @@ def test_training_carries_its_state_for_ever_and_evaluation_starts_from_none(tmp
     windows = len(Evaluation(corpus.valid, unroll=DENSE.window))
     evaluations = [state for training, state in model.seen if not training]
     assert evaluations == list(range(windows)) * (DENSE.steps // DENSE.eval_every)
+
+
+@pytest.mark.parametrize("every, parts", [(1, 1), (3, 1), (3, 4), (4, 2), (7, 2)])
+def test_streams_take_turns_to_begin_anew(every: int, parts: int, tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    model = make_model("sru", len(corpus.vocabulary))
+    empty: list[Tensor] = []
+
+    def look(module: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+        if module.training:
+            tokens, state = args
+            empty.append(torch.ones(len(tokens)).bool() if state is None else (state == 0).all(2).all(0))
+
+    model.register_forward_pre_hook(look)  # type: ignore[arg-type]
+    fit(model, corpus, dataclasses.replace(DENSE, reset_every=every, accumulate=parts), tmp_path / "run")
+    empty_SB = torch.cat(empty).view(DENSE.steps, DENSE.batch_size)
+    assert empty_SB[0].all()
+    for stream in range(DENSE.batch_size):
+        begun = empty_SB[1:, stream].nonzero().flatten() + 1
+        assert begun[0] <= every
+        assert begun.tolist() == list(range(int(begun[0]), DENSE.steps, every))
 
 
 def test_best_counts_only_at_the_size_asked_for_and_its_weights_come_back(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 @pytest.mark.parametrize("kind", ["sru", "txl", "adaptive"])
 @pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp"])
 def test_a_run_killed_at_every_step_ends_with_the_same_weights(kind: str, method: str | None, tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, dense_steps=4 if method else 0, accumulate=2, checkpoint_every=3)
+    config = dataclasses.replace(
+        CONFIG, dense_steps=4 if method else 0, accumulate=2, checkpoint_every=3, reset_every=5
+    )
     whole = run(kind, method, tmp_path / "whole", config=config)
     for step in range(1, config.steps + 1):
         with pytest.raises(KillError):

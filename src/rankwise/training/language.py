@@ -43,6 +43,11 @@ class LanguageModel(nn.Module):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def empty(self, state: State | None, stream: int) -> None:
+        """Empty a stream's part of a recurrent state; a memory, which other models carry, is short, and stays."""
+        if isinstance(self.model, SRULanguageModel) and isinstance(state, Tensor):
+            state[:, stream] = 0
+
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The mean loss in nats over the targets that count, and the state after the window."""
         softmax = getattr(self.model, "output", None)

@@ -129,6 +129,7 @@ class Run:
         self._set_lr(self.config.lr_at(self.step + 1, pruning=self.pruning))
         if not self.language.training:
             self.language.train()
+        self._reset_states()
         batch = self.windows.at(self.step)
         if self.graph is None:
             self.batch = batch
@@ -142,6 +143,16 @@ class Run:
             self.pruner.step()
         self.step += 1
         self.pending = True
+
+    def _reset_states(self) -> None:
+        """Let the streams whose turn it is begin anew, in the memory that a graph knows."""
+        every, size = self.config.reset_every, self.config.batch_size
+        if every is None:
+            return
+        turn = self.step % every
+        for stream in range(-(-turn * size // every), -(-(turn + 1) * size // every)):
+            part, row = divmod(stream, size // self.config.accumulate)
+            self.language.empty(self.states[part], row)
 
     def _move_weights(self) -> None:
         """Gradients of `batch`, clipped, and a step of the optimizer. States that are carried keep their memory."""
