@@ -35,6 +35,8 @@ def factorized(data: str, scale: float) -> Experiment:
         schedule="constant",
         warmup_steps=min(100, round(100 * scale)),
         clip=1.0,
+        # as evaluation does on so many characters
+        reset_every=25,
         eval_every=10**6,
         eval_tokens=100_000,
         checkpoint_every=10**6,

@@ -24,10 +24,10 @@ MAX_STREAMS = 64
 class Windows:
     """Training batches: B streams that read the text as a ring, T tokens a step.
 
-    Stream b starts at b/B of the ring and reads on for ever, so a hidden state is carried from each step to the next
-    and never has to be reset. After s steps every token has been a target floor(s B T / n) or ceil(s B T / n) times,
-    n being the length of the text: once per epoch. `at(step)` depends on seed and step alone, so a run resumes by its
-    step. The seed turns the ring.
+    Stream b starts at b/B of the ring and reads on for ever, so a hidden state can be carried from each step to the
+    next. After s steps every token has been a target floor(s B T / n) or ceil(s B T / n) times, n being the length of
+    the text: once per epoch. `at(step)` depends on seed and step alone, so a run resumes by its step. The seed turns
+    the ring.
     """
 
     def __init__(self, tokens: Array, *, batch: int, unroll: int, seed: int = 0) -> None:

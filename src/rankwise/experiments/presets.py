@@ -252,6 +252,7 @@ def _sru_phases(
         warmup_steps=warmup,
         weight_decay=decay,
         clip=0.3,
+        reset_every=epoch,
         eval_every=epoch,
         checkpoint_every=epoch,
     )
@@ -266,6 +267,7 @@ def _shortened(phase: TrainingConfig, steps: int) -> TrainingConfig:
         schedule="cosine",
         warmup_steps=200,
         clip=0.5,
+        reset_every=None,
         precision="bf16",
         eval_every=1_000,
         checkpoint_every=2_000,

@@ -28,8 +28,9 @@ class TrainingConfig:
     lr: float
     """The peak of the weights' learning rate."""
     reset_every: int | None = None
-    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; None: never.
-    Evaluation begins so, and a model that has not seen an empty state for long answers poorly from one."""
+    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; 0: never. None: as
+    many as evaluation takes for a stream, which begins with an empty state: a model that has seen none for long answers
+    poorly from it."""
     dense_steps: int = 0
     """Steps before the pruner is made: the warm-up of the dense model."""
     schedule: Schedule = "inverse-sqrt"
@@ -72,10 +73,10 @@ class TrainingConfig:
                 raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
         if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
             raise ValueError(f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead.")
-        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):
+        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 0):
             raise ValueError(
-                f"`reset_every` must be a whole number of at least 1, or None for never, but is {self.reset_every!r} "
-                "instead."
+                f"`reset_every` must be a whole number of at least 0, or None to do as evaluation does, but is "
+                f"{self.reset_every!r} instead."
             )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

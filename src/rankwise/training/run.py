@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.data.corpus import Corpus
-from rankwise.data.windows import Windows
+from rankwise.data.windows import Evaluation, Windows
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.adamw import ClippedAdamW
 from rankwise.kernels.device import HAS_TRITON
@@ -69,6 +69,8 @@ class Run:
             raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
         self.windows = Windows(corpus.train, batch=config.batch_size, unroll=config.window, seed=config.seed)
         self.valid = config.evaluation(corpus.valid)
+        as_evaluated = len(Evaluation(corpus.valid, unroll=config.window))
+        self.reset_every = as_evaluated if config.reset_every is None else config.reset_every
         self.model, self.corpus, self.config = model, corpus, config
         self.folder = RunFolder(folder)
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep)
@@ -146,8 +148,8 @@ class Run:
 
     def _reset_states(self) -> None:
         """Let the streams whose turn it is begin anew, in the memory that a graph knows."""
-        every, size = self.config.reset_every, self.config.batch_size
-        if every is None:
+        every, size = self.reset_every, self.config.batch_size
+        if not every:
             return
         turn = self.step % every
         for stream in range(-(-turn * size // every), -(-(turn + 1) * size // every)):
