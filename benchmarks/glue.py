@@ -243,9 +243,7 @@ def main() -> None:
                 f"{row['parameters']:,} parameters, {row['steps']} steps in {row['seconds']:.1f} s",
                 flush=True,
             )
-        settings = {
-            key: str(value) for key, value in vars(options).items() if key not in ("out", "model", "data", "work")
-        }
+        settings = {key: str(value) for key, value in vars(options).items() if key not in PLACES}
         record = {"format": "rankwise-glue", "version": 1, "name": options.preset, "settings": settings, "rows": found}
         record |= surroundings(device)
         options.out.parent.mkdir(parents=True, exist_ok=True)

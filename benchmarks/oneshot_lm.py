@@ -3,7 +3,7 @@
 MODEL is a folder that `from_pretrained` loads (for a model in GGUF form, save it with `save_pretrained` first); TEXTS
 holds train.txt, valid.txt and test.txt. Rows, each at the same number of parameters: the truncated SVD and SVD-LLM's
 whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots.
-Calibration reads training text and nothing is chosen here; perplexity is per token of the model's own tokenizer on the
+Calibration reads training text; perplexity is per token of the model's own tokenizer on the
 first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains every row but
 "svd" on training text to give the dense model's answers, at each rate of `--lr`, of which validation text chooses one.
 Rows that OUT.json holds already are not run again.

@@ -128,10 +128,8 @@ def _check(experiment: GlueExperiment, model: nn.Module) -> None:
 def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """Fine-tune the dense model, unless that is done already; its row of the table."""
     of = stage.made_from(experiment, ("task", "held_out", "model", "base", "precision", "seed"))
-    done = read(stage.folder / BASE / EXPORT)
-    if done is not None and done["of"] == of:
-        row: dict[str, Any] = done["rows"][0]
-        return row
+    if done := _finished(stage, BASE, of):
+        return done[0]
     stage.watcher.phase("fine-tuning the dense model")
     model = stage.encoder(experiment.model.name, seed=experiment.seed)
     seconds = stage.train(BASE, of, model, experiment.base, _own_loss, seed=2 * experiment.seed)
@@ -144,10 +142,8 @@ def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
 def train_control(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """The base trained on as a pruned one is, for as long and by the same loss, with nothing removed; its row."""
     of = _made_from(stage, experiment)
-    done = read(stage.folder / CONTROL / EXPORT)
-    if done is not None and done["of"] == of:
-        row: dict[str, Any] = done["rows"][0]
-        return row
+    if done := _finished(stage, CONTROL, of):
+        return done[0]
     model = stage.encoder(stage.folder / BASE / MODEL)
     loss, steps, seconds = _loss(experiment, model), 0, 0.0
     stage.watcher.phase("training the dense model on")
@@ -172,10 +168,8 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
     experiment = arm.experiment
     assert experiment.budget is not None
     of = _made_from(stage, experiment)
-    done = read(stage.folder / arm.name / EXPORT)
-    if done is not None and done["of"] == of:
-        rows: list[dict[str, Any]] = done["rows"]
-        return rows
+    if done := _finished(stage, arm.name, of):
+        return done
     model = stage.encoder(stage.folder / BASE / MODEL)
     loss = _loss(experiment, model)
     make = _at_once if isinstance(experiment.method, Svd) else _along_the_ramp
@@ -183,6 +177,12 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
     write_experiment(stage.folder / arm.name, experiment)
     write(stage.folder / arm.name / EXPORT, {"of": of, "rows": rows})
     return rows
+
+
+def _finished(stage: Stage, name: str, of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a part that was finished, if it was made from the same."""
+    done = read(stage.folder / name / EXPORT)
+    return done["rows"] if done is not None and done["of"] == of else []
 
 
 def _made_from(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
