@@ -90,10 +90,17 @@ def test_the_table_of_speeds_is_the_recorded_one() -> None:
 def test_the_table_of_fine_tuning_is_the_recorded_one() -> None:
     from rankwise.report.sections import fine_tuning
 
-    found = {row[1:] for row in fine_tuning(json.loads((ROOT / "results/glue-mpnet.json").read_text())).rows}
+    record = json.loads((ROOT / "results/glue-mpnet.json").read_text())
+    found = {row[1:] for row in fine_tuning(record).rows}
     shown = [tuple(figures) for _, *figures in section("fine-tuning")]
-    assert len(shown) == 3
+    assert len(shown) == 4
     assert set(shown) <= found
+    first = [
+        [row["score"] for row in record["rows"] if (row["row"], row["seed"]) == (name, 0)]
+        for name in ("control", "ours-35", "ours-60")
+    ]
+    control, some, most = (f"{statistics.mean(scores):.2f}" for scores in first)
+    assert f"are {control}, {some} and {most}." in README
 
 
 def test_the_one_shot_table_is_the_recorded_one() -> None:

@@ -154,7 +154,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "`python benchmarks/glue.py results/glue-mpnet.json --preset glue-mpnet --model FOLDER --data GLUE`, "
         "one H200; development sets; the mean of each task's metrics; QNLI of ours is trained on 2,000 rows. "
         "RoBERTa-base is not MPNet-base: only what is lost compares. The number behind a name is the "
-        "percentage removed of the whole model ([glue.md](glue.md)).",
+        "percentage removed of the whole model; *control* is the dense model trained on for as long as ours; the rows "
+        "from paper-60 on are a ladder, each with all that stands before it ([glue.md](glue.md)). *Of dense* is of the "
+        "dense models of the same tasks and seeds.",
         _of("glue-mpnet", sections.fine_tuning),
     ),
     (
@@ -188,7 +190,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "With a little training",
         "The same on one H200, first 64 windows of the test text, more calibration; then 300 steps of 16 windows of "
         "training text (2.5 million tokens), towards the dense model's answers, at the rate that validation text "
-        "chooses: 3e-4 at 20%, and at 10 and 30% the only one tried. `python "
+        "chooses, 3e-4 wherever two were tried ([log.md](log.md)). `python "
         "benchmarks/oneshot_lm.py MODEL TEXTS OUT --heal 300`",
         _of("oneshot-smollm2-healed", sections.oneshot),
     ),
