@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
-from rankwise.kernels.linear import product
+from rankwise.kernels.linear import MULTIPLE, product
 from rankwise.kernels.linear_kernels import put_columns, select_columns, stack_sums
 from rankwise.kernels.normed_pair import reference
 from rankwise.kernels.normed_pair.triton_kernels import (
@@ -58,7 +59,12 @@ def normed_pair(
     active: Tensor | None = None,
 ) -> Tensor:
     """`reference.normed_pair`, to which a pair with no components at all is left."""
-    run = _NormedPair.apply if (q_RD if active is None else active).shape[0] else reference.normed_pair
+    rank = (q_RD if active is None else active).shape[0]
+    if active is None and x_ND.dtype.itemsize == 2 and (more := -rank % MULTIPLE):
+        # components of zero, so that the rows of the middle are a multiple of 16 bytes: far faster products
+        q_RD, p_OR = F.pad(q_RD, (0, 0, 0, more)), F.pad(p_OR, (0, more))
+        z_R = None if z_R is None else F.pad(z_R, (0, more))
+    run = _NormedPair.apply if rank else reference.normed_pair
     u_NO: Tensor = run(x_ND, rstd_N, q_RD, p_OR, norm_weight_D, norm_bias_D, z_R, active)
     return u_NO
 
