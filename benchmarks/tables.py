@@ -1,7 +1,8 @@
 """The paper's tables, filled cell by cell: `python benchmarks/tables.py enwik8-sru --data FOLDER --seconds 560`.
 
 A table has one dense base, or a few, and cells that start from it, the most telling first: "dense" (the control, which
-trains on for as many steps), METHOD-PERCENT, METHOD-PERCENT-published (the paper's recipe) and fac-PERCENT-scratch.
+trains on for as many steps), METHOD-PERCENT, METHOD-PERCENT-published (the paper's recipe) and fac-PERCENT-scratch;
+METHOD-PERCENT-distilled and dense-distilled learn the base's answers beside the text.
 After each cell OUT/table-NAME.json is written, and cells that it holds are never run again. The same command goes on:
 with the step where `--seconds` or Ctrl-C stopped it if WORK is still there; otherwise the base is trained again with
 the same seed and steps, and the record gains a run of its own for the rows that come from it. `--plan` says what would
@@ -37,6 +38,10 @@ from rankwise.training import TrainingConfig
 
 RAMP = 0.15
 """Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
+DISTILL = 0.5
+"""Share of the loss that asks for the base's answers in cells called distilled."""
+TEACHER = 0.3
+"""What asking a teacher takes, of the time of a step of the dense model (a guess)."""
 RARELY = {"eval_every": 10**6, "checkpoint_every": 10**6}
 
 
@@ -148,6 +153,9 @@ TABLES: dict[str, dict[str, str]] = {
 
 def arm_of(experiment: Experiment, cell: str) -> Arm[Experiment]:
     """What a cell is: a method from the experiment's base, at a size."""
+    if cell.endswith("-distilled"):
+        taught = replace(experiment, training=replace(experiment.training, distill=DISTILL))
+        return Arm(cell, arm_of(taught, cell.removesuffix("-distilled")).experiment)
     if cell == "dense":
         return Arm(cell, experiment.with_method("dense"))
     found = re.fullmatch(r"(.+?)-(\d+)(?:-(published|scratch))?", cell)
@@ -204,10 +212,11 @@ class Task:
         arm, rates = arm_of(self.experiment, self.cell).experiment, BASES[self.base]
         steps, tokens = arm.training.steps, arm.training.batch_size * arm.training.window
         ramp = min(getattr(arm.method, "anneal_steps", 0), steps)
+        more = rates.overhead + (TEACHER * tokens * steps / rates.dense if arm.training.distill else 0)
         if arm.method.name in ("dense", "agp"):
             # masks of single weights cost a little, and spare nothing
-            return rates.overhead + tokens * steps / (rates.dense if arm.method.name == "dense" else 0.9 * rates.dense)
-        return rates.overhead + tokens * (ramp / rates.dense + (steps - ramp) / rates.pruned)
+            return more + tokens * steps / (rates.dense if arm.method.name == "dense" else 0.9 * rates.dense)
+        return more + tokens * (ramp / rates.dense + (steps - ramp) / rates.pruned)
 
     def base_seconds(self) -> float:
         phase, rates = self.experiment.base, BASES[self.base]

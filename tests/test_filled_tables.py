@@ -48,7 +48,8 @@ def read(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("table", [name for name in tables.TABLES if name != "demo"])
 def test_every_cell_can_be_reached_and_is_in_the_report(table: str) -> None:
-    known = {form.format(level) for _, _, form in VARIANTS for level in (50, 70, 80, 85, 90)} | {"dense"}
+    known = {form.format(level) for _, _, form in VARIANTS for level in (50, 70, 80, 85, 90)}
+    known |= {"dense", "dense-distilled"}
     assert f"table-{table}" in KNOWN
     for task in tables.tasks(table, argparse.Namespace(**OPTIONS)):
         arm = tables.arm_of(task.experiment, task.cell).experiment
@@ -72,6 +73,9 @@ def test_a_cell_says_what_is_run(tmp_path: Path) -> None:
     )
     scratch = tables.arm_of(experiment, "fac-70-scratch").experiment
     assert (scratch.base, scratch.init, scratch.method.name, scratch.training.steps) == (None, "random", "fac", 16)
+    distilled = tables.arm_of(experiment, "flop-l0-70-distilled").experiment
+    plain = tables.arm_of(experiment, "flop-l0-70").experiment
+    assert distilled == replace(plain, training=replace(plain.training, distill=tables.DISTILL))
     with pytest.raises(RankwiseError, match="must be dense or METHOD-PERCENT"):
         tables.arm_of(experiment, "flop-l0")
 

@@ -144,11 +144,14 @@ def test_the_expected_size_of_a_fresh_model_is_that_of_the_dense_one() -> None:
 
 
 @IGNORE_UNDECIDED
-def test_the_target_falls_linearly() -> None:
-    model, pruner = gated(anneal_steps=8)
+@pytest.mark.parametrize("recipe, power", [("committed", 3), ("published", 1)])
+def test_the_target_falls_to_the_limit(recipe: Any, power: int) -> None:
+    """Linearly as in the paper, or fast at first: what is left to remove is the cube of what is left of the ramp."""
+    model, pruner = gated(anneal_steps=8, recipe=recipe)
     dense, limit = pruner.account.dense, pruner.limit
     for step in range(12):
-        assert pruner.controller.target() == pytest.approx(dense + (limit - dense) * min(step / 8, 1), abs=0.5)
+        left = max(1 - step / 8, 0) ** power
+        assert pruner.controller.target() == pytest.approx(limit + (dense - limit) * left, abs=0.5)
         assert pruner.controller.target() >= limit
         train(model, pruner, 1)
 

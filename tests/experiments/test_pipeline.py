@@ -23,6 +23,7 @@ from rankwise.experiments.sample import sample
 from rankwise.experiments.sweep import sweep
 from rankwise.methods import make_method
 from rankwise.report.tables import table
+from rankwise.training.records import RunFolder
 
 METHODS = {
     "fac": make_method("fac"),
@@ -174,6 +175,32 @@ def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     )
     assert [row["test"] for row in first] == [row["test"] for row in again]
     assert all(one["test"] != two["test"] for one, two in zip(first, other, strict=True))
+
+
+def test_the_base_teaches_every_arm(tmp_path: Path) -> None:
+    """Alone, a model learns the text; with all of the loss the teacher's, a dense one has nothing to learn."""
+    taught = toy(tmp_path, training=replace(PHASE, distill=1.0, lr=1e-9))
+    record = run(replace(taught, compare=("dense", "svd", "fac")), tmp_path / "run")
+    dense, *small = record["rows"]
+    assert dense["valid"]["loss"] == pytest.approx(record["base"]["valid"]["loss"], abs=1e-5)
+    assert {row["name"] for row in small} == {"flop-l0", "svd", "fac"}
+    lines = RunFolder(tmp_path / "run/dense").lines()
+    assert all(line["loss"] > 0.5 for line in lines if "loss" in line)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("sru", {"base": replace(PHASE, distill=0.5)}, "`base.distill` must be 0: the base is the teacher"),
+        ("sru", {"base": None}, "`training.distill` must be 0 without a base, which would be the teacher, but is 0.5"),
+        ("words", {}, "`training.distill` must be 0 with an adaptive softmax, but is 0.5"),
+    ],
+)
+def test_without_a_teacher_distillation_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankwiseError, match=message):
+        toy(tmp_path, kind, **{"training": replace(PHASE, distill=0.5), **changes})
 
 
 def test_from_scratch_there_is_no_base(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rankwise.core.budget import Account
 from rankwise.core.gates import FEW, Gate, Mask, State
 from rankwise.core.matrices import GatedMatrix
+from rankwise.core.schedules import linear
 from rankwise.errors import RankwiseError
 
 RANKS = 16
@@ -63,7 +64,7 @@ class Layout:
 class Controller(State, ABC):
     """Moves the gates of `matrices` towards `limit` parameters.
 
-    `progress(k)` says how far along the target size is after k steps.
+    `schedule(k, m)` says how far along the target size is after k of m = `anneal_steps` steps.
     """
 
     steps: Tensor
@@ -75,7 +76,8 @@ class Controller(State, ABC):
         matrices: Sequence[GatedMatrix],
         account: Account,
         limit: int,
-        progress: Callable[[int], float] = lambda step: 1.0,
+        anneal_steps: int = 0,
+        schedule: Callable[[int, int], float] = linear,
         *,
         rank_multiple: int = 1,
     ) -> None:
@@ -83,7 +85,8 @@ class Controller(State, ABC):
         self.matrices = tuple(matrices)
         self.account = account
         self.limit = limit
-        self.progress = progress
+        self.anneal_steps = anneal_steps
+        self.schedule = schedule
         self.rank_multiple = rank_multiple
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = Layout([matrix.gate.num_components for matrix in matrices])
@@ -104,7 +107,7 @@ class Controller(State, ABC):
     def target(self) -> int:
         """The size asked for at this step, in parameters of the whole model."""
         start = self.account.dense
-        return max(self.limit, round(start + (self.limit - start) * self.progress(self._step)))
+        return max(self.limit, round(start + (self.limit - start) * self.schedule(self._step, self.anneal_steps)))
 
     @property
     def frozen(self) -> bool:

@@ -6,8 +6,9 @@ Two recipes. "published" is the paper's: both multipliers climb by gradient asce
 stalls: the gradient of the penalty at a gate carries sigmoid', which vanishes once the gate is surely open, while the
 multipliers climb only as fast as their learning rate lets them (docs/log.md has the comparison). In "committed", the
 default, the weight of the quadratic term rises a thousandfold along the ramp: weak at first, so that the loss sorts the
-gates, strong at the end, so that the size is met; alpha stays where sigmoid' is alive; and at the end of the ramp the
-export is chosen and the gates stay there. From then on exactly the model that will be exported is trained.
+gates, strong at the end, so that the size is met; the target falls fast at first and slowly at the end, where a step
+costs most (docs/log.md); alpha stays where sigmoid' is alive; and at the end of the ramp the export is chosen and the
+gates stay there. From then on exactly the model that will be exported is trained.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from rankwise.core.control import Controller, Layout
 from rankwise.core.gates import HardConcrete, HardConcreteGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState
-from rankwise.core.schedules import linear
+from rankwise.core.schedules import cubic, linear
 
 OPEN_RANGE = (0.0067, 0.9994)
 """P(z > 0) of a gate never leaves this range while it learns (committed recipe)."""
@@ -49,8 +49,9 @@ class Lagrangian:
     """Settings of learned gates."""
 
     anneal_steps: int
-    """m: the target is reached after this many steps, at a linear rate. A quarter to 40% of all steps is good: the
-    steps after the ramp train the model as it will be exported, and repair what pruning cost."""
+    """m: the target is reached after this many steps, at a cubic rate; in the published recipe at a linear one. The
+    steps after the ramp train the model as it will be exported, and repair what pruning cost: so a twentieth to a
+    seventh of all steps is good in a long run, but a few hundred are needed for gates to sort themselves."""
     gate_lr: float | None = None
     """Adam's learning rate of alpha. Default: 50 / anneal_steps."""
     multiplier_lr: float = 1e-2
@@ -153,8 +154,8 @@ class LagrangianController(Controller):
         seed: int,
         rank_multiple: int = 1,
     ) -> None:
-        progress = partial(linear, num_steps=settings.anneal_steps)
-        super().__init__(matrices, account, limit, progress, rank_multiple=rank_multiple)
+        schedule = cubic if settings.recipe == "committed" else linear
+        super().__init__(matrices, account, limit, settings.anneal_steps, schedule, rank_multiple=rank_multiple)
         self.settings = settings
         self.seed = seed
         self.distribution = settings.distribution
@@ -172,7 +173,7 @@ class LagrangianController(Controller):
 
     @property
     def frozen(self) -> bool:
-        return self.settings.recipe == "committed" and self.step >= self.settings.anneal_steps
+        return self.settings.recipe == "committed" and self.step >= self.anneal_steps
 
     def alpha(self) -> Tensor:
         """alpha of all gates as one flat vector."""
@@ -260,7 +261,8 @@ class LagrangianController(Controller):
             return
         committed = self.settings.recipe == "committed"
         low, high = QUADRATIC_RANGE
-        lambda_2 = low * (high / low) ** self.progress(self.step) if committed else self.multipliers[1]
+        passed = linear(self.step, self.anneal_steps)
+        lambda_2 = low * (high / low) ** passed if committed else self.multipliers[1]
         with torch.enable_grad():
             alpha = self.alpha().requires_grad_()
             gap = self.gap(alpha)
@@ -271,7 +273,7 @@ class LagrangianController(Controller):
             alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())
-                if self.step + 1 == self.settings.anneal_steps:
+                if self.step + 1 == self.anneal_steps:
                     alpha = alpha + self._tie_break()
             self.layout.scatter(alpha, [gate.alpha for gate in self.gates])
             # ascent: the gradients of the penalty with respect to the multipliers are the gap and its square

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,8 +58,7 @@ class MagnitudeController(Controller):
         *,
         rank_multiple: int = 1,
     ) -> None:
-        progress = partial(cubic, num_steps=settings.anneal_steps)
-        super().__init__(matrices, account, limit, progress, rank_multiple=rank_multiple)
+        super().__init__(matrices, account, limit, settings.anneal_steps, cubic, rank_multiple=rank_multiple)
         self.settings = settings
         learned = sum(gate.num_components for gate in self.gates if gate.learned)
         self.register_buffer("moments", AdamState.zeros(learned))
@@ -100,7 +98,7 @@ class MagnitudeController(Controller):
         kept = torch.cat([gate.kept for gate in self.gates])
         diagonal = torch.cat([gate.diagonal for gate in self.gates])
         grad = self.gradient(grad_scale)
-        if self.step < self.settings.anneal_steps:
+        if self.step < self.anneal_steps:
             grad = grad + self.settings.l1 * diagonal.sign()
         direction = AdamState.direction(self.moments, grad * kept, self.step + 1)
         # a closed component stands still, whatever momentum it had
@@ -109,7 +107,7 @@ class MagnitudeController(Controller):
 
     def _moves(self) -> bool:
         """Whether the mask is chosen anew at this step: now and then along the ramp, and at its end."""
-        end = self.settings.anneal_steps
+        end = self.anneal_steps
         return self.step == end or (0 < self.step < end and self.step % self.settings.mask_every == 0)
 
     def _magnitudes(self, i: int) -> Tensor:

@@ -77,6 +77,11 @@ class Experiment:
         check_method(self.method, self.budget, self.compare, self.seed)
         if self.init == "whitened":
             raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
+        if self.base is not None and self.base.distill:
+            raise RankwiseError("`base.distill` must be 0: the base is the teacher. Set `training.distill`.")
+        if self.training.distill and (self.base is None or getattr(self.model, "clusters", None) is not None):
+            reason = "without a base, which would be the teacher" if self.base is None else "with an adaptive softmax"
+            raise RankwiseError(f"`training.distill` must be 0 {reason}, but is {self.training.distill:g}.")
         for phase in (self.base, self.training):
             if phase is not None and (phase.dense_steps or phase.restart_schedule):
                 raise RankwiseError("`dense_steps` must be 0 in an experiment: its dense phase is `base`.")

@@ -253,11 +253,12 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str,
         stage.watcher.phase(f"training {arm.name}")
         return small
 
+    config, teacher = experiment.pruning_training, make if experiment.training.distill else None
     if base is not None and isinstance(experiment.method, Svd):
-        return _finish(stage, arm, about, experiment.pruning_training, compressed, None)
+        return _finish(stage, arm, about, config, compressed, None, teacher)
     dense = experiment.method.name == "dense"
     stage.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
-    return _finish(stage, arm, about, experiment.pruning_training, make, None if dense else gate)
+    return _finish(stage, arm, about, config, make, None if dense else gate, teacher)
 
 
 def _finish(
@@ -267,6 +268,7 @@ def _finish(
     config: TrainingConfig,
     make: Callable[[], nn.Module],
     gate: Callable[[nn.Module], Pruner] | None,
+    teacher: Callable[[], nn.Module] | None = None,
 ) -> dict[str, Any]:
     """Train, export and evaluate one model, unless that is done already; its row of the table."""
     corpus, folder = stage.corpus, stage.folder / arm.name
@@ -283,6 +285,7 @@ def _finish(
         config,
         folder,
         pruner=gate,
+        teacher=None if teacher is None else teacher(),
         about=about,
         trackers=stage.trackers,
         progress=stage.watcher,

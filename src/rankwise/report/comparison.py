@@ -17,7 +17,9 @@ VARIANTS = (
     ("flop-agp", "flop-agp", "flop-agp-{}"),
     ("flop-l0", "flop-l0", "flop-l0-{}"),
     ("flop-l0, published recipe", None, "flop-l0-{}-published"),
+    ("flop-l0, distilled", None, "flop-l0-{}-distilled"),
     ("svd, at once, then trained", None, "svd-{}"),
+    ("svd, at once, distilled", None, "svd-{}-distilled"),
 )
 """What a row is called, the paper's method that it stands beside, and our cell."""
 DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
@@ -39,6 +41,8 @@ def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> T
     rows = [
         ("dense", "", paper.dense.size, format(paper.dense.value, printed), "", *_ours(cells(*own, "dense"), measure))
     ]
+    if distilled := cells(*own, "dense-distilled"):
+        rows.append(("dense, distilled", "", "", "", "", *_ours(distilled, measure)))
     for level in sorted({level for level, _ in paper.rows}):
         for name, method, cell in VARIANTS:
             figure = paper.rows.get((level, method)) if method else None

@@ -47,6 +47,8 @@ class TrainingConfig:
     """Largest norm of the gradient of all weights together."""
     accumulate: int = 1
     """Parts that a batch is cut into, one after the other: the same gradient in less memory."""
+    distill: float = 0.0
+    """Share of the loss that asks for a teacher's answers in place of the text's own."""
     precision: Precision = "no"
     """"bf16" for mixed precision; weights, gates and losses stay float32."""
     device: Literal["auto", "cpu"] = "auto"
@@ -86,6 +88,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+        if not 0 <= self.distill <= 1:
+            raise ValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

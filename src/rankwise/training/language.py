@@ -58,10 +58,15 @@ class LanguageModel(nn.Module):
         if isinstance(self.model, SRULanguageModel) and loss.fits(self.model.output) and not is_observed(self.model):
             h_BTD, state = self.model.hidden(tokens_BT, cast(Tensor | None, state))
             return loss.output_loss(h_BTD, cast(nn.Linear, self.model.output), targets_BT, IGNORED), state
-        logits_BTV, state = self.model(tokens_BT, state)
+        logits_BTV, state = self.logits(tokens_BT, state)
         logits = logits_BTV.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED), state
+
+    def logits(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The model's answers (B, T, V), and the state after the window."""
+        found: tuple[Tensor, State] = self.model(tokens_BT.to(self.device, non_blocking=True), state)
+        return found
 
     def _adaptive_loss(
         self, model: SRULanguageModel, softmax: AdaptiveSoftmax, tokens_BT: Tensor, targets_BT: Tensor, state: Any

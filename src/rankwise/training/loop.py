@@ -50,6 +50,7 @@ def fit(
     folder: str | os.PathLike[str],
     *,
     pruner: Pruner | MakePruner | None = None,
+    teacher: nn.Module | None = None,
     about: Mapping[str, Any] | None = None,
     trackers: Sequence[str] = (),
     progress: Progress | None = None,
@@ -63,11 +64,13 @@ def fit(
         folder: of the run. A run of another configuration in it is refused.
         pruner: one that has gated `model`, or a function that gates the model it is given, called after
             `config.dense_steps`. None: the model stays dense.
+        teacher: a trained model of the same words, whose answers are learned to the share `config.distill`; it is no
+            longer trained itself. One that gates `model` needs a copy of it.
         about: JSON of what else makes this run: preset, shape of the model. Kept, and compared when a run goes on.
         trackers: names that Accelerate knows, such as "tensorboard".
         progress: is told what happens.
     """
-    run = Run(model, corpus, config, folder, pruner, about or {}, trackers)
+    run = Run(model, corpus, config, folder, pruner, about or {}, trackers, teacher)
     progress = progress or Progress()
     if not run.restore():
         # what an earlier run left that never came to a checkpoint

@@ -32,26 +32,28 @@ def load_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def state_tensors(states: Sequence[State | None]) -> dict[str, Tensor]:
-    """`state.<part of the batch>`, or `state.<part>.<i>` where a state is several tensors."""
+def state_tensors(states: Sequence[State | None], name: str = "state") -> dict[str, Tensor]:
+    """`<name>.<part of the batch>`, or `<name>.<part>.<i>` where a state is several tensors."""
     tensors = {}
     for part, state in enumerate(states):
         if isinstance(state, Tensor):
-            tensors[f"state.{part}"] = state
+            tensors[f"{name}.{part}"] = state
         elif state is not None:
-            tensors.update({f"state.{part}.{i}": tensor for i, tensor in enumerate(state)})
+            tensors.update({f"{name}.{part}.{i}": tensor for i, tensor in enumerate(state)})
     return tensors
 
 
-def load_states(tensors: Mapping[str, Tensor], num_parts: int, device: torch.device) -> list[State | None]:
+def load_states(
+    tensors: Mapping[str, Tensor], num_parts: int, device: torch.device, name: str = "state"
+) -> list[State | None]:
     """Take `state_tensors` back."""
     states: list[State | None] = []
     for part in range(num_parts):
-        if f"state.{part}" in tensors:
-            states.append(tensors[f"state.{part}"].to(device))
+        if f"{name}.{part}" in tensors:
+            states.append(tensors[f"{name}.{part}"].to(device))
             continue
-        length = sum(name.startswith(f"state.{part}.") for name in tensors)
-        states.append(tuple(tensors[f"state.{part}.{i}"].to(device) for i in range(length)) or None)
+        length = sum(key.startswith(f"{name}.{part}.") for key in tensors)
+        states.append(tuple(tensors[f"{name}.{part}.{i}"].to(device) for i in range(length)) or None)
     return states
 
 

@@ -35,6 +35,7 @@ from rankwise.training.resume import (
     random_tensors,
     state_tensors,
 )
+from rankwise.training.teacher import Teacher, distillation_loss
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
 
@@ -59,6 +60,7 @@ class Run:
         pruner: Pruner | MakePruner | None,
         about: Mapping[str, Any],
         trackers: Sequence[str],
+        teacher: nn.Module | None = None,
     ) -> None:
         if isinstance(pruner, Pruner) and (config.dense_steps or pruner.model is not model):
             raise ValueError(
@@ -67,6 +69,11 @@ class Run:
             )
         if pruner is None and config.dense_steps:
             raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
+        if (teacher is None) != (config.distill == 0):
+            raise ValueError(
+                f"A `teacher` goes with a share of the loss in `distill`, but that is {config.distill:g} "
+                f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
+            )
         self.windows = Windows(corpus.train, batch=config.batch_size, unroll=config.window, seed=config.seed)
         self.valid = config.evaluation(corpus.valid)
         as_evaluated = len(Evaluation(corpus.valid, unroll=config.window))
@@ -78,6 +85,7 @@ class Run:
         self.device: torch.device = self.accelerator.device
         # not by `prepare_model`, which would turn the states that are carried into float32
         self.language = LanguageModel(model).to(self.device)
+        self.teacher = None if teacher is None else Teacher(teacher, self.device, num_parts=config.accumulate)
         self.make_pruner: MakePruner | None = None if pruner is None or isinstance(pruner, Pruner) else pruner
         self.pruner = pruner if isinstance(pruner, Pruner) else None
         # as JSON gives it back: a tuple is a list there
@@ -119,7 +127,7 @@ class Run:
 
     def _warn_if_too_short(self, pruner: Pruner) -> None:
         remaining = self.config.steps - self.config.dense_steps
-        if pruner.controller.progress(pruner.steps + remaining) < 1:
+        if pruner.steps + remaining < pruner.controller.anneal_steps:
             warnings.warn(
                 f"pruning has only {remaining} steps, and its target does not reach the budget in them: no evaluation "
                 "is of the size asked for. Raise `steps` or lower `anneal_steps`.",
@@ -155,6 +163,8 @@ class Run:
         for stream in range(-(-turn * size // every), -(-(turn + 1) * size // every)):
             part, row = divmod(stream, size // self.config.accumulate)
             self.language.empty(self.states[part], row)
+            if self.teacher is not None:
+                self.teacher.language.empty(self.teacher.states[part], row)
 
     def _move_weights(self) -> None:
         """Gradients of `batch`, clipped, and a step of the optimizer. States that are carried keep their memory."""
@@ -163,10 +173,15 @@ class Run:
         x_BT, y_BT = self.batch
         for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
             with self.accelerator.autocast():
-                loss, state = self.language(x, y, self.states[i])
+                if self.teacher is None:
+                    loss, state = self.language(x, y, self.states[i])
+                    on_text = loss.detach()
+                else:
+                    logits_BTV, state = self.language.logits(x, self.states[i])
+                    loss, on_text = distillation_loss(logits_BTV, self.teacher.logits(x, i), y, config.distill)
             self.accelerator.backward(loss / parts)
             self.states[i] = carry(self.states[i], state)
-            self.sums[0] += loss.detach() / parts
+            self.sums[0] += on_text / parts
         if config.clip is None:
             self.optimizer.step()
         elif isinstance(self.optimizer, ClippedAdamW):
@@ -177,7 +192,8 @@ class Run:
 
     def _move_weights_by_graph(self, graph: StepGraph) -> None:
         controller = None if self.pruner is None else self.pruner.controller
-        shapes = tuple(shape_of(state) for state in self.states)
+        carried = self.states if self.teacher is None else [*self.states, *self.teacher.states]
+        shapes = tuple(shape_of(state) for state in carried)
         replayed = graph.run((shapes, None if controller is None else controller.signature()))
         if not replayed:
             self.gate_grads.clear()
@@ -242,6 +258,8 @@ class Run:
         self.finite_sums()
         training = {**optimizer_tensors(self.optimizer), **state_tensors(self.states), **random_tensors(self.device)}
         training["sums"] = self.sums
+        if self.teacher is not None:
+            training |= state_tensors(self.teacher.states, "teacher")
         about = {
             "configuration": self.configuration,
             "pruner": self.describe_pruner(),
@@ -271,6 +289,8 @@ class Run:
         self.load_model(checkpoint)
         load_optimizer(self.optimizer, checkpoint.training)
         self.states = load_states(checkpoint.training, self.config.accumulate, self.device)
+        if self.teacher is not None:
+            self.teacher.states = load_states(checkpoint.training, self.config.accumulate, self.device, "teacher")
         self.sums.copy_(checkpoint.training["sums"])
         self.step, self.pending = checkpoint.step, not checkpoint.evaluated
         self.logged, self.seconds = about["logged"], about["seconds"]
