@@ -77,6 +77,8 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
             max_steps=(training.max_steps or 0) + (healing.max_steps or 0) or None,
         )
     method = experiment.with_method("svd" if step == LADDER.index("ours") else "flop-l0").method
+    if name == "curve":
+        method = replace(method, schedule="linear")
     layout: Any = "pivot" if step >= LADDER.index("pivot") else "pair"
     return replace(
         experiment,

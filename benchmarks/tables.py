@@ -36,7 +36,7 @@ from rankwise.models.sru import SRUConfig
 from rankwise.report.records import TABLE
 from rankwise.training import TrainingConfig
 
-RAMP = 0.15
+RAMP = 0.05
 """Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
 DISTILL = 0.5
 """Share of the loss that asks for the base's answers in cells called distilled."""
@@ -61,12 +61,12 @@ class Base:
 
 
 def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
-    """The dense base keeps its learning rate, which falls once, in what comes after it."""
+    """The learning rate falls in both phases: a base that is to teach must be trained out (docs/log.md)."""
     assert experiment.base is not None
     shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
     return replace(
         experiment,
-        base=replace(experiment.base, steps=base, schedule="constant", **shared),
+        base=replace(experiment.base, steps=base, schedule="cosine", **shared),
         training=replace(experiment.training, steps=further, schedule="cosine", **shared),
         compare=(),
     )
@@ -128,17 +128,17 @@ BASES = {
 TABLES: dict[str, dict[str, str]] = {
     "ten-minutes": {"enwik8-sru-10min": "flop-l0-80 svd-80 dense"},
     "enwik8-sru": {
-        "enwik8-sru": "dense flop-l0-80 svd-80 fac-80 flop-l0-90 svd-90 fac-90 agp-80 flop-l0-70 agp-90 "
-        "flop-l0-80-published svd-70 flop-agp-80 flop-agp-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published "
-        "fac-90-scratch flop-agp-70 fac-70-scratch fac-70"
+        "enwik8-sru": "dense flop-l0-80-distilled flop-l0-80 dense-distilled svd-80 fac-80 flop-l0-90-distilled "
+        "flop-l0-90 fac-90 agp-80 flop-l0-70-distilled flop-l0-70 agp-90 flop-agp-80 flop-agp-90 flop-l0-80-published "
+        "svd-80-distilled svd-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published fac-90-scratch"
     },
     "np-l0": {
         "enwik8-sru-plain-1536": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",
         "enwik8-sru-plain-2048": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",
     },
     "enwik8-transformer-xl": {
-        "enwik8-transformer-xl": "dense flop-l0-80 fac-80 svd-80 agp-80 flop-l0-90 flop-agp-80 flop-agp-90 "
-        "fac-80-scratch"
+        "enwik8-transformer-xl": "dense flop-l0-80 fac-80 flop-l0-80-distilled svd-80 agp-80 flop-l0-90 flop-agp-80 "
+        "flop-agp-90 fac-80-scratch"
     },
     "words": {
         "enwik8-words": "dense flop-l0-70 fac-70 svd-70 agp-70 flop-l0-80 flop-l0-50 fac-80 fac-50 flop-agp-70 agp-80 "
@@ -146,7 +146,10 @@ TABLES: dict[str, dict[str, str]] = {
         "enwik8-words-plain": "dense np-l0-70 np-l0-80 np-l0-50",
     },
     "wikitext-2": {"wikitext-2": "dense flop-l0-70 fac-70 agp-70 flop-agp-70 flop-l0-50 fac-50 flop-l0-80 fac-80"},
-    "demo": {"demo": "dense flop-l0-80 svd-80 fac-80 flop-l0-80-published fac-80-scratch agp-80"},
+    "demo": {
+        "demo": "dense flop-l0-80 svd-80 fac-80 flop-l0-80-distilled dense-distilled svd-80-distilled "
+        "flop-l0-80-published fac-80-scratch agp-80"
+    },
 }
 """Of each base, its cells, the most telling first."""
 

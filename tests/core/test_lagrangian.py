@@ -144,10 +144,18 @@ def test_the_expected_size_of_a_fresh_model_is_that_of_the_dense_one() -> None:
 
 
 @IGNORE_UNDECIDED
-@pytest.mark.parametrize("recipe, power", [("committed", 3), ("published", 1)])
-def test_the_target_falls_to_the_limit(recipe: Any, power: int) -> None:
+@pytest.mark.parametrize(
+    "settings, power",
+    [
+        ({}, 3),
+        ({"schedule": "linear"}, 1),
+        ({"recipe": "published"}, 1),
+        ({"recipe": "published", "schedule": "cubic"}, 3),
+    ],
+)
+def test_the_target_falls_to_the_limit(settings: dict[str, Any], power: int) -> None:
     """Linearly as in the paper, or fast at first: what is left to remove is the cube of what is left of the ramp."""
-    model, pruner = gated(anneal_steps=8, recipe=recipe)
+    model, pruner = gated(anneal_steps=8, **settings)
     dense, limit = pruner.account.dense, pruner.limit
     for step in range(12):
         left = max(1 - step / 8, 0) ** power

@@ -29,15 +29,19 @@ def start(folder: Path, kind: str, method: str | None, config: Any = GPU) -> Run
         return rw.Pruner(model, rw.Budget(removed=0.4), method or "dense", **settings)
 
     model = make_model(kind, len(corpus.vocabulary), dropout=0.0)
-    run = Run(model, corpus, config, folder, gate if method else None, {}, ())
+    teacher = make_model(kind, len(corpus.vocabulary), dropout=0.0) if config.distill else None
+    run = Run(model, corpus, config, folder, gate if method else None, {}, (), teacher)
     run.begin_pruning()
     return run
 
 
 @pytest.mark.parametrize("kind", ["sru", "txl"])
 @pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "fac"])
-def test_a_graph_trains_the_weights_that_single_commands_train(kind: str, method: str | None, tmp_path: Path) -> None:
-    graphed, plain = start(tmp_path / "a", kind, method), start(tmp_path / "b", kind, method)
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_a_graph_trains_the_weights_that_single_commands_train(
+    kind: str, method: str | None, distill: float, tmp_path: Path
+) -> None:
+    graphed, plain = (start(tmp_path / name, kind, method, replace(GPU, distill=distill)) for name in "ab")
     assert graphed.graph is not None
     plain.graph = None
     replays = 0

@@ -6,9 +6,9 @@ Two recipes. "published" is the paper's: both multipliers climb by gradient asce
 stalls: the gradient of the penalty at a gate carries sigmoid', which vanishes once the gate is surely open, while the
 multipliers climb only as fast as their learning rate lets them (docs/log.md has the comparison). In "committed", the
 default, the weight of the quadratic term rises a thousandfold along the ramp: weak at first, so that the loss sorts the
-gates, strong at the end, so that the size is met; the target falls fast at first and slowly at the end, where a step
-costs most (docs/log.md); alpha stays where sigmoid' is alive; and at the end of the ramp the export is chosen and the
-gates stay there. From then on exactly the model that will be exported is trained.
+gates, strong at the end, so that the size is met; the target falls slowly at the end, where a step costs most; alpha
+stays where sigmoid' is alive; and at the end of the ramp the export is chosen and the gates stay there. From then on
+exactly the model that will be exported is trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rankwise.core.control import Controller, Layout
 from rankwise.core.gates import HardConcrete, HardConcreteGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState
-from rankwise.core.schedules import cubic, linear
+from rankwise.core.schedules import SCHEDULES, linear
 
 OPEN_RANGE = (0.0067, 0.9994)
 """P(z > 0) of a gate never leaves this range while it learns (committed recipe)."""
@@ -49,9 +49,12 @@ class Lagrangian:
     """Settings of learned gates."""
 
     anneal_steps: int
-    """m: the target is reached after this many steps, at a cubic rate; in the published recipe at a linear one. The
-    steps after the ramp train the model as it will be exported, and repair what pruning cost: so a twentieth to a
-    seventh of all steps is good in a long run, but a few hundred are needed for gates to sort themselves."""
+    """m: the target is reached after this many steps. Those after the ramp train the model as it will be exported, and
+    repair what pruning cost: so a twentieth to a seventh of all steps is good in a long run, but a few hundred are
+    needed for gates to sort themselves."""
+    schedule: Literal["cubic", "linear"] | None = None
+    """How the target falls: fast at first and slowly at the end, or evenly, which suits models of several sizes taken
+    on the way. None: "linear" in the published recipe, else "cubic"."""
     gate_lr: float | None = None
     """Adam's learning rate of alpha. Default: 50 / anneal_steps."""
     multiplier_lr: float = 1e-2
@@ -74,6 +77,8 @@ class Lagrangian:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+        if self.schedule not in (None, *SCHEDULES):
+            raise ValueError(f'`schedule` must be "cubic" or "linear", but is {self.schedule!r} instead.')
         if self.recipe not in ("committed", "published"):
             raise ValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
         self.distribution.alpha(self.open_probability)
@@ -154,7 +159,7 @@ class LagrangianController(Controller):
         seed: int,
         rank_multiple: int = 1,
     ) -> None:
-        schedule = cubic if settings.recipe == "committed" else linear
+        schedule = SCHEDULES[settings.schedule or ("cubic" if settings.recipe == "committed" else "linear")]
         super().__init__(matrices, account, limit, settings.anneal_steps, schedule, rank_multiple=rank_multiple)
         self.settings = settings
         self.seed = seed
