@@ -110,6 +110,9 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     config = dataclasses.replace(DISTILLED, distill=0.0)
     with pytest.raises(ValueError, match="that is 0 with one. Give both, or neither"):
         run("sru", None, tmp_path / "run", config=config, teacher=teacher_of(tmp_path))
+    corpus, model = make_corpus(tmp_path / "data"), teacher_of(tmp_path)
+    with pytest.raises(ValueError, match="`teacher` must be another module than `model`"):
+        rw.training.fit(model, corpus, DISTILLED, tmp_path / "run", teacher=model)
     words = make_model("adaptive", 8)
     with pytest.raises(rw.RankwiseError, match="must give logits of all words, but an adaptive softmax"):
         run("adaptive", None, tmp_path / "run", config=DISTILLED, teacher=words)

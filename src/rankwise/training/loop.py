@@ -64,8 +64,8 @@ def fit(
         folder: of the run. A run of another configuration in it is refused.
         pruner: one that has gated `model`, or a function that gates the model it is given, called after
             `config.dense_steps`. None: the model stays dense.
-        teacher: a trained model of the same words, whose answers are learned to the share `config.distill`; it is no
-            longer trained itself. One that gates `model` needs a copy of it.
+        teacher: another model with the same vocabulary, whose answers are learned to the share `config.distill`. It
+            is put into evaluation mode, and its parameters ask for no gradient any more.
         about: JSON of what else makes this run: preset, shape of the model. Kept, and compared when a run goes on.
         trackers: names that Accelerate knows, such as "tensorboard".
         progress: is told what happens.

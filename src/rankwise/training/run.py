@@ -69,6 +69,8 @@ class Run:
             )
         if pruner is None and config.dense_steps:
             raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
+        if teacher is model:
+            raise ValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
         if (teacher is None) != (config.distill == 0):
             raise ValueError(
                 f"A `teacher` goes with a share of the loss in `distill`, but that is {config.distill:g} "
