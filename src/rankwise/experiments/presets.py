@@ -212,7 +212,7 @@ def _row(
             name=name, corpus=corpus, model=model, base=None, method=make_method("fac"), budget=_budget(removed),
             training=replace(training, steps=base.steps + training.steps), init="random", exclude=exclude,
         )  # fmt: skip
-    settings: dict[str, Any] = {"anneal_steps": training.steps // 4 if short else RAMP}
+    settings: dict[str, Any] = {"anneal_steps": training.steps // 8 if short else RAMP}
     if short is None:
         alpha, multiplier, open_probability = gates
         peak = 1 / math.sqrt(model.width * (base.warmup_steps or RISE))
