@@ -29,7 +29,9 @@ def row(name: str, test: float, measure: str = BITS, **more: Any) -> dict[str, A
 
 
 def run(name: str, seed: int, *rows: dict[str, Any], measure: str = BITS) -> dict[str, Any]:
-    return {"name": name, "seed": seed, "base": row("dense", 3.0, measure, steps=20), "rows": list(rows)}
+    experiment = {"base": {"schedule": "cosine"}, "method": {"anneal_steps": 7}}
+    base = row("dense", 3.0, measure, steps=20)
+    return {"name": name, "seed": seed, "experiment": experiment, "base": base, "rows": list(rows)}
 
 
 def test_every_figure_is_the_one_that_the_paper_prints() -> None:
@@ -62,7 +64,9 @@ def test_losses_of_the_paper_are_against_the_model_that_was_pruned() -> None:
 
 
 def test_ours_stands_beside_the_papers_and_is_compared_with_its_own_control() -> None:
-    first = run("enwik8-sru", 0, row("flop-l0-80", 2.2), row("dense", 2.0), row("fac-80", 2.5))
+    first = run(
+        "enwik8-sru", 0, row("flop-l0-80", 2.2), row("dense", 2.0), row("fac-80", 2.5), row("dense-distilled", 1.9)
+    )
     other = run("enwik8-sru", 1, row("dense", 4.0), row("flop-l0-80", 4.8))
     # a later stretch: the base was trained again, the control is the first one's
     later = run("enwik8-sru", 0, row("flop-l0-90", 3.0))
@@ -76,6 +80,9 @@ def test_ours_stands_beside_the_papers_and_is_compared_with_its_own_control() ->
     assert rows["np-l0", "80%"][5:] == ("6.0000", "+20.0%")
     assert rows["fac, from scratch", "80%"] == ("8M", "1.38", "+11.3%", "", "", "", "")
     assert rows["dense", ""][-1] == ""
+    assert rows["dense, distilled", ""] == ("", "", "", "1,000", "1.9000", "1.9000", "-5.0%")
+    assert "whose learning rate follows the schedule *cosine*" in made.notes[0]
+    assert "sizes are reached after 7;" in made.notes[0]
     assert "trained again" in made.notes[0]
     assert "trained again" not in made.notes[1]
 

@@ -111,13 +111,21 @@ def _notes(own: Source, plain: Source, measure: str, exact: str) -> Iterable[str
         if not found:
             continue
         steps, further = found[0]["steps"], cells(record, name, "dense")
+        schedule, ramp = _settings(record, name)
         yield (
-            f"`{name}`: {steps:,} steps of the dense base"
+            f"`{name}`: {steps:,} steps of the dense base, whose learning rate follows the schedule *{schedule}*"
             + (f", then {further[0].row['steps']:,} of every row, the dense control too" if further else "")
+            + f"; sizes are reached after {ramp:,}"
             + "; the base on validation text: "
             + ", ".join(format(base["valid"][measure], exact) for base in found)
             + (" (the same base, trained again for the rows that were missing)." if _again(record, name) else ".")
         )
+
+
+def _settings(record: Mapping[str, Any] | None, name: str) -> tuple[str, int]:
+    """The base's schedule of the learning rate, and the steps of the ramp."""
+    experiment = next(run["experiment"] for run in (record or {})["runs"] if run["name"] == name)
+    return experiment["base"]["schedule"], experiment["method"]["anneal_steps"]
 
 
 def _again(record: Mapping[str, Any] | None, name: str) -> bool:
