@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_toys import CONFIG, run
+from training_toys import CONFIG, make_corpus, make_model, run
 
 import rankwise.training.run as run_module
 from rankwise.errors import CheckpointError
@@ -78,6 +78,21 @@ def test_the_other_methods_go_on_too(method: str, tmp_path: Path) -> None:
         with pytest.raises(KillError):
             run("sru", method, tmp_path / "killed", progress=At(step, kill))
     assert_same(whole, run("sru", method, tmp_path / "killed"))
+
+
+@pytest.mark.parametrize("method", [None, "flop-l0"])
+def test_a_run_with_a_teacher_goes_on_too(method: str | None, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, dense_steps=0, accumulate=2, checkpoint_every=3, reset_every=5, distill=0.5)
+
+    def once(name: str, progress: Progress | None = None) -> Outcome:
+        teacher = make_model("sru", len(make_corpus(tmp_path / "data").vocabulary))
+        return run("sru", method, tmp_path / name, config=config, progress=progress, teacher=teacher)
+
+    whole = once("whole")
+    for step in (2, 4, 7, 11):
+        with pytest.raises(KillError):
+            once("killed", At(step, kill))
+    assert_same(whole, once("killed"))
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

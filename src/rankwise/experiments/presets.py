@@ -110,7 +110,7 @@ def enwik8_sru_10min() -> Experiment:
         name="enwik8-sru-10min",
         base=replace(row.base, steps=16_000, schedule="constant", **shared),
         training=replace(row.training, steps=40_000, **shared),
-        method=make_method("flop-l0", anneal_steps=6_000),
+        method=make_method("flop-l0", anneal_steps=2_000),
         compare=(),
     )
 
