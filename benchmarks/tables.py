@@ -73,13 +73,13 @@ def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Ex
 
 
 def sru() -> Experiment:
-    return phases(replace(presets.enwik8_sru(short=True), name="enwik8-sru"), 16_000, 16_000)
+    return phases(replace(presets.enwik8_sru(short=True), name="enwik8-sru"), 12_000, 12_000)
 
 
 def plain_sru(width: int) -> Experiment:
     """Without factorization, as NP-L0 prunes it."""
     preset = presets.enwik8_sru("np-l0", 0.8, plain=width, short=True)
-    return phases(replace(preset, name=f"enwik8-sru-plain-{width}"), 16_000, 16_000)
+    return phases(replace(preset, name=f"enwik8-sru-plain-{width}"), 12_000, 12_000)
 
 
 def ten_minutes() -> Experiment:
