@@ -264,7 +264,7 @@ def _shortened(phase: TrainingConfig, steps: int) -> TrainingConfig:
     return replace(
         phase,
         steps=steps,
-        lr=1e-3 if phase.schedule == "inverse-sqrt" else 5e-4,
+        lr=6e-4 if phase.schedule == "inverse-sqrt" else 5e-4,
         schedule="cosine",
         warmup_steps=200,
         clip=0.5,
