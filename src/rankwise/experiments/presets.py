@@ -2,7 +2,7 @@
 
 The rows hold what the paper and its code publish: model, batch, learning rates, warm-up, epochs, the Lagrangian. A
 `-short` twin is the same row in minutes on one GPU: fewer steps, bf16, a cosine schedule, layer norm, our own recipe,
-no dropout on enwik8, and a dense control that trains on for as long. What was not published is in docs/departures.md.
+and a dense control that trains on for as long. What was not published is in docs/departures.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ def enwik8_sru(
         num_layers=6,
         rank=512 if plain is None else None,
         layer_norm=short,
-        dropout=0.0 if short else 0.1,
     )
     return _row(
         _name("enwik8-sru" if plain is None else f"enwik8-sru-plain-{plain}", method, removed, short),
@@ -169,7 +168,7 @@ def enwik8_transformer_xl(method: str = "flop-l0", removed: float | None = 0.8, 
     return _row(
         _name("enwik8-transformer-xl", method, removed, short),
         CorpusConfig(name="enwik8"),
-        TransformerXLConfig(num_words=204, dropout=0.0 if short else 0.1),
+        TransformerXLConfig(num_words=204),
         phases,
         method,
         removed,
