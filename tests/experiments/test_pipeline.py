@@ -204,6 +204,32 @@ def test_without_a_teacher_distillation_is_refused(
         toy(tmp_path, kind, **{"training": replace(PHASE, distill=0.5), **changes})
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_dropout_changes_from_the_base_on(kind: str, tmp_path: Path) -> None:
+    """The base and the dense control keep the model's; pruned arms have their own, and are saved with it."""
+    model = replace(MODELS[kind], dropout=0.3)
+    rows = {
+        dropout: run(toy(tmp_path, kind, model=model, dropout=dropout, compare=("dense",)), tmp_path / str(dropout))[
+            "rows"
+        ]
+        for dropout in (None, 0.3, 0.0)
+    }
+    tests = {dropout: {row["name"]: row["test"] for row in found} for dropout, found in rows.items()}
+    assert tests[None] == tests[0.3]
+    assert tests[0.0]["dense"] == tests[None]["dense"]
+    assert tests[0.0]["flop-l0"] != tests[None]["flop-l0"]
+    assert {row["name"]: row["dropout"] for row in rows[0.0]} == {"dense": 0.3, "flop-l0": 0.0}
+    for folder, rate in (("base", 0.3), ("dense", 0.3), ("flop-l0", 0.0)):
+        assert load_run(tmp_path / "0.0" / folder).model.config.dropout == rate
+
+
+def test_dropout_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`dropout` must lie in \[0, 1\), but is 1 instead"):
+        toy(tmp_path, dropout=1)
+    with pytest.raises(RankwiseError, match="`dropout` goes with every method but dense"):
+        toy(tmp_path, dropout=0.0, method=make_method("dense"), budget=None)
+
+
 def test_from_scratch_there_is_no_base(tmp_path: Path) -> None:
     experiment = toy(tmp_path, base=None, init="random", method=METHODS["fac"])
     record = run(experiment, tmp_path / "run", watcher=(watcher := Phases()))

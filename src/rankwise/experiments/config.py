@@ -6,6 +6,7 @@ runs them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -62,6 +63,8 @@ class Experiment:
     """The size of the exported model; None with the method "dense"."""
     training: TrainingConfig
     """Training from the base on, with the method's gates."""
+    dropout: float | None = None
+    """Of the model from the base on; None: its own. What is left of a model needs less of it (`lighter_dropout`)."""
     init: Init = "svd"
     """How plain matrices are factorized: "svd", or "random" to train factors from scratch."""
     exclude: tuple[str, ...] = ()
@@ -77,6 +80,13 @@ class Experiment:
         check_method(self.method, self.budget, self.compare, self.seed)
         if self.init == "whitened":
             raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"`dropout` must lie in [0, 1), but is {self.dropout} instead.")
+        if self.dropout is not None and self.method.name == "dense":
+            raise RankwiseError(
+                f"`dropout` goes with every method but dense, which keeps its model's, but is {self.dropout:g}. "
+                "Leave it out."
+            )
         if self.base is not None and self.base.distill:
             raise RankwiseError("`base.distill` must be 0: the base is the teacher. Set `training.distill`.")
         if self.training.distill and (self.base is None or getattr(self.model, "clusters", None) is not None):
@@ -98,7 +108,19 @@ class Experiment:
 
     def with_method(self, name: str) -> Experiment:
         """The same experiment with another method; settings that both methods have are kept."""
-        return replace(self, method=like(self.method, name), budget=None if name == "dense" else self.budget)
+        if name == "dense":
+            return replace(self, method=make_method(name), budget=None, dropout=None)
+        return replace(self, method=like(self.method, name))
+
+    @property
+    def pruned_model(self) -> ModelConfig:
+        """`model`, with the dropout that it has from the base on."""
+        return self.model if self.dropout is None else replace(self.model, dropout=self.dropout)
+
+
+def lighter_dropout(dropout: float, removed: float) -> float:
+    """D_o sqrt(C_r / C_o), to three digits: less capacity, less dropout.  Han et al. 2015, section 3.2."""
+    return round(dropout * math.sqrt(1 - removed), 3)
 
 
 def check_method(method: Method, budget: Budget | None, compare: tuple[str, ...], seed: int) -> None:

@@ -232,9 +232,12 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str,
 
     def make() -> nn.Module:
         torch.manual_seed(experiment.seed)
+        config = replace(experiment.pruned_model, num_words=len(corpus.vocabulary))
         if base is None:
-            return build(replace(experiment.model, num_words=len(corpus.vocabulary)))
-        return load(base / MODEL)
+            return build(config)
+        with torch.device("meta"):
+            skeleton = build(config)
+        return load(base / MODEL, skeleton)
 
     def gate(model: nn.Module) -> Pruner:
         assert experiment.budget is not None
@@ -244,7 +247,7 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str,
         )
 
     described = to_json(experiment)
-    about = {key: described[key] for key in ("model", "method", "budget", "init", "exclude", "seed")}
+    about = {key: described[key] for key in ("model", "method", "budget", "dropout", "init", "exclude", "seed")}
     about["base"] = None if base is None else _fingerprint(base / MODEL / WEIGHTS)
 
     def compressed() -> nn.Module:
@@ -299,6 +302,7 @@ def _finish(
     row = {
         "name": "dense" if arm.name == BASE else arm.name,
         "method": arm.experiment.method.name,
+        "dropout": arm.experiment.pruned_model.dropout,
         **sizes(arm.experiment, outcome, small, len(corpus.vocabulary)),
         "valid": quality_of(small, corpus, "valid", config).record(),
         "test": quality_of(small, corpus, "test", config).record(),

@@ -2,7 +2,8 @@
 
 The rows hold what the paper and its code publish: model, batch, learning rates, warm-up, epochs, the Lagrangian. A
 `-short` twin is the same row in minutes on one GPU: fewer steps, bf16, a cosine schedule, layer norm, our own recipe,
-and a dense control that trains on for as long. What was not published is in docs/departures.md.
+less dropout for what is left, and a dense control that trains on for as long. What was not published is in
+docs/departures.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError, nearest
 from rankwise.experiments.arms import AnyExperiment
-from rankwise.experiments.config import CorpusConfig, Experiment
+from rankwise.experiments.config import CorpusConfig, Experiment, lighter_dropout
 from rankwise.experiments.glue.presets import ENCODERS, glue
 from rankwise.methods import METHODS, make_method
 from rankwise.methods.base import Method
@@ -206,11 +207,13 @@ def _row(
         short: steps of the short twin, dense and pruning; None for the row as published.
     """
     base, training = phases if short is None else map(_shortened, phases, short)
+    dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)
     if method == "fac":
         # from scratch, for as many steps as the other rows have in all
         return Experiment(
             name=name, corpus=corpus, model=model, base=None, method=make_method("fac"), budget=_budget(removed),
-            training=replace(training, steps=base.steps + training.steps), init="random", exclude=exclude,
+            training=replace(training, steps=base.steps + training.steps), dropout=dropout, init="random",
+            exclude=exclude,
         )  # fmt: skip
     settings: dict[str, Any] = {"anneal_steps": training.steps // 8 if short else RAMP}
     if short is None:
@@ -226,7 +229,7 @@ def _row(
     compare = ("dense",) if short and method != "dense" else ()
     return Experiment(
         name=name, corpus=corpus, model=model, base=base, method=_method(method, settings), budget=_budget(removed),
-        training=training, exclude=exclude, compare=compare,
+        training=training, dropout=dropout, exclude=exclude, compare=compare,
     )  # fmt: skip
 
 
@@ -263,7 +266,7 @@ def _shortened(phase: TrainingConfig, steps: int) -> TrainingConfig:
     return replace(
         phase,
         steps=steps,
-        lr=6e-4 if phase.schedule == "inverse-sqrt" else 5e-4,
+        lr=1e-3 if phase.schedule == "inverse-sqrt" else 5e-4,
         schedule="cosine",
         warmup_steps=200,
         clip=0.5,

@@ -116,10 +116,20 @@ def _notes(own: Source, plain: Source, measure: str, exact: str) -> Iterable[str
             f"`{name}`: {steps:,} steps of the dense base, whose learning rate follows the schedule *{schedule}*"
             + (f", then {further[0].row['steps']:,} of every row, the dense control too" if further else "")
             + f"; sizes are reached after {ramp:,}"
+            + _dropout(record, name)
             + "; the base on validation text: "
             + ", ".join(format(base["valid"][measure], exact) for base in found)
             + (" (the same base, trained again for the rows that were missing)." if _again(record, name) else ".")
         )
+
+
+def _dropout(record: Mapping[str, Any] | None, name: str) -> str:
+    """Its range over the rows, where the smaller models have less."""
+    runs = [run for run in (record or {})["runs"] if run["name"] == name]
+    rates = {row["dropout"] for run in runs for row in run["rows"] if "dropout" in row}
+    return (
+        f"; dropout {max(rates):g} of the dense model, down to {min(rates):g} of the smallest" if len(rates) > 1 else ""
+    )
 
 
 def _settings(record: Mapping[str, Any] | None, name: str) -> tuple[str, int]:
