@@ -110,8 +110,8 @@ def enwik8_sru_10min() -> Experiment:
         row,
         name="enwik8-sru-10min",
         base=replace(row.base, steps=16_000, schedule="constant", **shared),
-        training=replace(row.training, steps=40_000, **shared),
-        method=make_method("flop-l0", anneal_steps=2_000),
+        training=replace(row.training, steps=48_000, **shared),
+        method=make_method("flop-l0", anneal_steps=2_400),
         compare=(),
     )
 
