@@ -2,7 +2,7 @@
 
 A table has one dense base, or a few, and cells that start from it, the most telling first: "dense" (the control, which
 trains on for as many steps), METHOD-PERCENT, METHOD-PERCENT-published (the paper's recipe) and fac-PERCENT-scratch;
-METHOD-PERCENT-distilled and dense-distilled learn the base's answers beside the text.
+METHOD-PERCENT-distilled and dense-distilled learn the dense control's answers beside the text.
 After each cell OUT/table-NAME.json is written, and cells that it holds are never run again. The same command goes on:
 with the step where `--seconds` or Ctrl-C stopped it if WORK is still there; otherwise the base is trained again with
 the same seed and steps, and the record gains a run of its own for the rows that come from it. `--plan` says what would
@@ -39,7 +39,7 @@ from rankwise.training import TrainingConfig
 RAMP = 0.05
 """Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
 DISTILL = 0.5
-"""Share of the loss that asks for the base's answers in cells called distilled."""
+"""Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
 """What asking a teacher takes, of the time of a step of the dense model (measured)."""
 RARELY = {"eval_every": 10**6, "checkpoint_every": 10**6}
@@ -128,9 +128,9 @@ BASES = {
 TABLES: dict[str, dict[str, str]] = {
     "ten-minutes": {"enwik8-sru-10min": "flop-l0-80 svd-80 dense"},
     "enwik8-sru": {
-        "enwik8-sru": "dense flop-l0-80-distilled flop-l0-80 dense-distilled svd-80 fac-80 flop-l0-90-distilled "
-        "flop-l0-90 fac-90 agp-80 flop-l0-70-distilled flop-l0-70 agp-90 flop-agp-80 flop-agp-90 flop-l0-80-published "
-        "svd-80-distilled svd-90 flop-l0-85 fac-80-scratch agp-70 flop-l0-90-published fac-90-scratch"
+        "enwik8-sru": "dense flop-l0-80 flop-l0-80-distilled svd-80 fac-80 flop-l0-90 flop-l0-90-distilled fac-90 "
+        "agp-80 agp-90 flop-l0-80-published flop-agp-80 flop-agp-90 flop-l0-70 agp-70 dense-distilled "
+        "flop-l0-70-distilled svd-80-distilled svd-90 flop-l0-85 fac-80-scratch flop-l0-90-published fac-90-scratch"
     },
     "np-l0": {
         "enwik8-sru-plain-1536": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",
@@ -157,8 +157,8 @@ TABLES: dict[str, dict[str, str]] = {
 def arm_of(experiment: Experiment, cell: str) -> Arm[Experiment]:
     """What a cell is: a method from the experiment's base, at a size."""
     if cell.endswith("-distilled"):
-        taught = replace(experiment, training=replace(experiment.training, distill=DISTILL))
-        return Arm(cell, arm_of(taught, cell.removesuffix("-distilled")).experiment)
+        plain = arm_of(experiment, cell.removesuffix("-distilled")).experiment
+        return Arm(cell, replace(plain, training=replace(plain.training, distill=DISTILL)))
     if cell == "dense":
         return Arm(cell, experiment.with_method("dense"))
     found = re.fullmatch(r"(.+?)-(\d+)(?:-(published|scratch))?", cell)

@@ -54,6 +54,7 @@ def test_every_cell_can_be_reached_and_is_in_the_report(table: str) -> None:
     for task in tables.tasks(table, argparse.Namespace(**OPTIONS)):
         arm = tables.arm_of(task.experiment, task.cell).experiment
         assert task.cell in known
+        assert bool(arm.training.distill) == task.cell.endswith("-distilled")
         found = outline(arm)
         if arm.budget is not None and arm.budget.removed is not None:
             kept = found.exported - (found.parameters - found.prunable)
@@ -76,6 +77,8 @@ def test_a_cell_says_what_is_run(tmp_path: Path) -> None:
     distilled = tables.arm_of(experiment, "flop-l0-70-distilled").experiment
     plain = tables.arm_of(experiment, "flop-l0-70").experiment
     assert distilled == replace(plain, training=replace(plain.training, distill=tables.DISTILL))
+    assert tables.arm_of(experiment, "fac-75").experiment.dropout == experiment.model.dropout / 2
+    assert tables.arm_of(experiment, "dense").experiment.dropout is None
     with pytest.raises(RankwiseError, match="must be dense or METHOD-PERCENT"):
         tables.arm_of(experiment, "flop-l0")
 

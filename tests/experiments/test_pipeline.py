@@ -177,24 +177,55 @@ def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     assert all(one["test"] != two["test"] for one, two in zip(first, other, strict=True))
 
 
-def test_the_base_teaches_every_arm(tmp_path: Path) -> None:
+def test_the_dense_control_teaches_every_arm(tmp_path: Path) -> None:
     """With all of the loss the teacher's, a copy of it has nothing to learn, and what was cut from it has."""
     phase, model = replace(PHASE, distill=1.0, lr=1e-9, clip=1.0), replace(MODELS["sru"], dropout=0.0)
-    run(toy(tmp_path, training=phase, model=model, compare=("dense", "svd", "fac")), tmp_path / "run")
+    experiment = toy(tmp_path, training=phase, model=model)
+    arms = {name: experiment.with_method(name) for name in ("flop-l0", "svd", "fac")}
+    arms["again"] = replace(experiment.with_method("dense"), training=phase)
+    record = run_arms(experiment, [Arm(name, arm) for name, arm in arms.items()], tmp_path / "run")
     norms = {
         name: [line["gradient_norm"] for line in RunFolder(tmp_path / "run" / name).lines() if "gradient_norm" in line]
-        for name in ("dense", "flop-l0", "svd", "fac")
+        for name in ("dense", *arms)
     }
-    assert max(norms["dense"]) < 1e-5
+    assert max(norms["again"]) < 1e-5
     assert all(norms[name][-1] > 1e-3 for name in ("flop-l0", "svd", "fac"))
+    # who teaches learns from the text, and is no row unless asked for
+    assert min(norms["dense"]) > 1e-3
+    assert {row["folder"] for row in record["rows"]} == {"base", *arms}
+
+
+def test_a_pruned_model_is_taught_by_a_control_of_its_own(tmp_path: Path) -> None:
+    """The same teacher, and so the same model, as in a run of all."""
+    experiment = toy(tmp_path, training=replace(PHASE, distill=0.5), compare=("dense",))
+    rows = {row["name"]: row for row in run(experiment, tmp_path / "run")["rows"]}
+    assert prune(experiment, tmp_path / "run/base", tmp_path / "alone")["test"] == rows["flop-l0"]["test"]
+    assert (
+        load_run(tmp_path / "alone").model.state_dict().keys() == load_run(tmp_path / "run").model.state_dict().keys()
+    )
+    plain = toy(tmp_path, compare=("dense",))
+    assert {row["name"]: row for row in run(plain, tmp_path / "plain")["rows"]}["dense"]["test"] == rows["dense"][
+        "test"
+    ]
+
+
+def test_a_teacher_cannot_be_taught(tmp_path: Path) -> None:
+    experiment = toy(tmp_path, method=make_method("dense"), budget=None, training=replace(PHASE, distill=0.5))
+    with pytest.raises(RankwiseError, match="`training.distill` must be 0 with the method dense, which is the teacher"):
+        run(experiment, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("sru", {"base": replace(PHASE, distill=0.5)}, "`base.distill` must be 0: the base is the teacher"),
-        ("sru", {"base": None}, "`training.distill` must be 0 without a base, which would be the teacher, but is 0.5"),
-        ("words", {}, "`training.distill` must be 0 with an adaptive softmax, but is 0.5"),
+        ("sru", {"base": replace(PHASE, distill=0.5)}, "`base.distill` must be 0: there is no teacher yet"),
+        (
+            "sru",
+            {"base": None},
+            "`training.distill` must be 0 without a base, from which a teacher is trained, but is 0.5",
+        ),
+        ("words", {}, "`training.distill` must be 0 with adaptive softmax, but is 0.5"),
     ],
 )
 def test_without_a_teacher_distillation_is_refused(

@@ -88,9 +88,9 @@ class Experiment:
                 "Leave it out."
             )
         if self.base is not None and self.base.distill:
-            raise RankwiseError("`base.distill` must be 0: the base is the teacher. Set `training.distill`.")
+            raise RankwiseError("`base.distill` must be 0: there is no teacher yet. Set `training.distill`.")
         if self.training.distill and (self.base is None or getattr(self.model, "clusters", None) is not None):
-            reason = "without a base, which would be the teacher" if self.base is None else "with an adaptive softmax"
+            reason = "without a base, from which a teacher is trained" if self.base is None else "with adaptive softmax"
             raise RankwiseError(f"`training.distill` must be 0 {reason}, but is {self.training.distill:g}.")
         for phase in (self.base, self.training):
             if phase is not None and (phase.dense_steps or phase.restart_schedule):
@@ -109,7 +109,9 @@ class Experiment:
     def with_method(self, name: str) -> Experiment:
         """The same experiment with another method; settings that both methods have are kept."""
         if name == "dense":
-            return replace(self, method=make_method(name), budget=None, dropout=None)
+            # the control, who teaches where others are taught
+            text_alone = replace(self.training, distill=0.0)
+            return replace(self, method=make_method(name), budget=None, dropout=None, training=text_alone)
         return replace(self, method=like(self.method, name))
 
     @property

@@ -26,7 +26,7 @@ from rankwise.data.windows import Windows
 from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
 from rankwise.deploy.save import WEIGHTS, save
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.at_once import compress_at_once
 from rankwise.experiments.books import analysis, sizes
@@ -54,6 +54,8 @@ from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.language import LanguageModel
 from rankwise.training.records import surroundings
 
+CONTROL = "dense"
+"""The arm that trains the base on, with nothing removed."""
 REPEATS = 30
 """Of every model, when they are timed."""
 
@@ -89,11 +91,13 @@ def run_arms(
         arms = [Arm(arm.name, latency.applied(arm.experiment)) for arm in arms]
     for arm in arms:
         _check(arm.experiment, stage.corpus)
+    taught = _are_taught(arms)
     _announce(experiment, path, latency)
     base = None if experiment.base is None else _train_base(stage, experiment)
-    rows = [] if base is None or any(arm.name == "dense" for arm in arms) else [base]
+    rows = [] if base is None or any(arm.name == CONTROL for arm in arms) else [base]
+    teacher = _train_teacher(stage, experiment, path / BASE) if taught else None
     # an arm without a base starts from fresh weights, beside those that share one
-    rows += [_run_arm(stage, arm, None if arm.experiment.base is None else path / BASE) for arm in arms]
+    rows += [_run_arm(stage, arm, None if arm.experiment.base is None else path / BASE, teacher) for arm in arms]
     rows.sort(key=lambda row: row["method"] != "dense")
     stage.watcher.phase("timing")
     device = device_of(experiment.training)
@@ -165,7 +169,9 @@ def prune(
     _check(experiment, stage.corpus)
     if latency is not None:
         write(path / LATENCY, latency.record())
-    return _run_arm(stage, Arm(path.name, experiment), Path(base))
+    taught = bool(experiment.training.distill)
+    teacher = _train_teacher(replace(stage, folder=path), experiment, Path(base)) if taught else None
+    return _run_arm(stage, Arm(path.name, experiment), Path(base), teacher)
 
 
 def device_of(config: TrainingConfig) -> torch.device:
@@ -227,7 +233,23 @@ def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
 
 
-def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str, Any]:
+def _are_taught(arms: Sequence[Arm[Experiment]]) -> bool:
+    for arm in arms:
+        if arm.name == CONTROL and arm.experiment.training.distill:
+            raise RankwiseError(
+                "`training.distill` must be 0 with the method dense, which is the teacher, but is "
+                f"{arm.experiment.training.distill:g}. Leave it out."
+            )
+    return any(arm.experiment.training.distill for arm in arms)
+
+
+def _train_teacher(stage: Stage, experiment: Experiment, base: Path) -> Path:
+    """The dense control, trained on from the base as long as those whom it teaches; where its model is."""
+    _run_arm(stage, Arm(CONTROL, experiment.with_method("dense")), base)
+    return stage.folder / CONTROL / MODEL
+
+
+def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None, teacher: Path | None = None) -> dict[str, Any]:
     experiment, corpus = arm.experiment, stage.corpus
 
     def make() -> nn.Module:
@@ -256,7 +278,8 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None) -> dict[str,
         stage.watcher.phase(f"training {arm.name}")
         return small
 
-    config, teacher = experiment.pruning_training, make if experiment.training.distill else None
+    config = experiment.pruning_training
+    teacher = teacher if config.distill else None
     if base is not None and isinstance(experiment.method, Svd):
         return _finish(stage, arm, about, config, compressed, None, teacher)
     dense = experiment.method.name == "dense"
@@ -271,7 +294,7 @@ def _finish(
     config: TrainingConfig,
     make: Callable[[], nn.Module],
     gate: Callable[[nn.Module], Pruner] | None,
-    teacher: Callable[[], nn.Module] | None = None,
+    teacher: Path | None = None,
 ) -> dict[str, Any]:
     """Train, export and evaluate one model, unless that is done already; its row of the table."""
     corpus, folder = stage.corpus, stage.folder / arm.name
@@ -288,7 +311,7 @@ def _finish(
         config,
         folder,
         pruner=gate,
-        teacher=None if teacher is None else teacher(),
+        teacher=None if teacher is None else load(teacher),
         about=about,
         trackers=stage.trackers,
         progress=stage.watcher,
