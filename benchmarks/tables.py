@@ -36,8 +36,9 @@ from rankwise.models.sru import SRUConfig
 from rankwise.report.records import TABLE
 from rankwise.training import TrainingConfig
 
-RAMP = 0.05
-"""Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
+RAMP, LONGEST, ENOUGH = 0.05, 0.15, 250
+"""Share of the further steps in which the size is reached: short ramps leave more steps to heal. In fewer steps than
+enough gates choose poorly, so short runs spend more on it, at most the second share (docs/log.md)."""
 DISTILL = 0.5
 """Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
@@ -61,13 +62,13 @@ class Base:
 
 
 def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
-    """The learning rate falls in the second phase alone, which then has less to make up for (docs/log.md)."""
+    """So many steps of both phases, evaluated at their ends."""
     assert experiment.base is not None
     shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
     return replace(
         experiment,
-        base=replace(experiment.base, steps=base, schedule="constant", **shared),
-        training=replace(experiment.training, steps=further, schedule="cosine", **shared),
+        base=replace(experiment.base, steps=base, **shared),
+        training=replace(experiment.training, steps=further, **shared),
         compare=(),
     )
 
@@ -186,7 +187,8 @@ def with_steps(experiment: Experiment, options: argparse.Namespace, seed: int) -
     assert experiment.base is not None
     base = replace(experiment.base, steps=options.base_steps or experiment.base.steps)
     training = replace(experiment.training, steps=options.steps or experiment.training.steps)
-    ramp = max(1, round((options.ramp or RAMP) * training.steps))
+    share = options.ramp or max(RAMP, min(LONGEST, ENOUGH / training.steps))
+    ramp = max(1, round(share * training.steps))
     method = replace(experiment.method, anneal_steps=ramp) if hasattr(experiment.method, "anneal_steps") else None
     return replace(
         experiment,
@@ -367,7 +369,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seeds", default="0", help="with commas (default: 0)")
     add("--base-steps", type=int, help="of the dense base (default: the table's)")
     add("--steps", type=int, help="of every cell (default: the table's)")
-    add("--ramp", type=float, help=f"share of the steps in which the size is reached (default: {RAMP})")
+    add(
+        "--ramp",
+        type=float,
+        help=f"share of the steps in which the size is reached (default: {RAMP}, more in short runs)",
+    )
     add("--device", default="auto", choices=["auto", "cpu"])
     add("--plan", action="store_true", help="say what would be run, and how long it should take")
     options = parser.parse_args(arguments)
