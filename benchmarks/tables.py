@@ -39,7 +39,7 @@ from rankwise.training import TrainingConfig
 RAMP, LONGEST, ENOUGH = 0.05, 0.15, 250
 """Share of the further steps in which the size is reached: short ramps leave more steps to heal. In fewer steps than
 enough gates choose poorly, so short runs spend more on it, at most the second share (docs/log.md)."""
-DISTILL = 0.5
+DISTILL = 0.8
 """Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
 """What asking a teacher takes, of the time of a step of the dense model (measured)."""
@@ -62,7 +62,7 @@ class Base:
 
 
 def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
-    """So many steps of both phases, evaluated at their ends."""
+    """So many steps of each phase, evaluated at its end. A quarter is the base's, as in the paper (docs/log.md)."""
     assert experiment.base is not None
     shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
     return replace(
@@ -74,13 +74,13 @@ def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Ex
 
 
 def sru() -> Experiment:
-    return phases(replace(presets.enwik8_sru(short=True), name="enwik8-sru"), 12_000, 12_000)
+    return phases(replace(presets.enwik8_sru(short=True), name="enwik8-sru"), 4_000, 12_000)
 
 
 def plain_sru(width: int) -> Experiment:
     """Without factorization, as NP-L0 prunes it."""
     preset = presets.enwik8_sru("np-l0", 0.8, plain=width, short=True)
-    return phases(replace(preset, name=f"enwik8-sru-plain-{width}"), 12_000, 12_000)
+    return phases(replace(preset, name=f"enwik8-sru-plain-{width}"), 4_000, 12_000)
 
 
 def ten_minutes() -> Experiment:
@@ -88,7 +88,7 @@ def ten_minutes() -> Experiment:
 
 
 def transformer_xl() -> Experiment:
-    return phases(replace(presets.enwik8_transformer_xl(short=True), name="enwik8-transformer-xl"), 6_000, 5_500)
+    return phases(replace(presets.enwik8_transformer_xl(short=True), name="enwik8-transformer-xl"), 2_500, 7_500)
 
 
 def words(name: str = "enwik8-words", *, width: int = 1024, rank: int | None = 256, dropout: float = 0.2) -> Experiment:
@@ -100,12 +100,12 @@ def words(name: str = "enwik8-words", *, width: int = 1024, rank: int | None = 2
         layer_norm=True, dropout=dropout, clusters=clusters,
     )  # fmt: skip
     corpus = CorpusConfig(name=name)
-    return phases(replace(preset, name=f"{name}{'' if rank else '-plain'}", model=model, corpus=corpus), 4_000, 3_000)
+    return phases(replace(preset, name=f"{name}{'' if rank else '-plain'}", model=model, corpus=corpus), 1_750, 5_250)
 
 
 def wikitext_2() -> Experiment:
     """So little text that a model is best long before the end: it is evaluated often."""
-    return phases(words("wikitext-2", dropout=0.4), 800, 600, warmup_steps=100, log_every=20, eval_every=100)
+    return phases(words("wikitext-2", dropout=0.4), 350, 1_050, warmup_steps=100, log_every=20, eval_every=100)
 
 
 def demo() -> Experiment:
