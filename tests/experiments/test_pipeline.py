@@ -211,7 +211,7 @@ def test_a_pruned_model_is_taught_by_a_control_of_its_own(tmp_path: Path) -> Non
 
 def test_a_teacher_cannot_be_taught(tmp_path: Path) -> None:
     experiment = toy(tmp_path, method=make_method("dense"), budget=None, training=replace(PHASE, distill=0.5))
-    with pytest.raises(RankwiseError, match="`training.distill` must be 0 with the method dense, which is the teacher"):
+    with pytest.raises(RankwiseError, match="`training.distill` must be 0 with the method dense: it is the teacher"):
         run(experiment, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -91,10 +91,12 @@ def run_arms(
         arms = [Arm(arm.name, latency.applied(arm.experiment)) for arm in arms]
     for arm in arms:
         _check(arm.experiment, stage.corpus)
-    taught = _are_taught(arms)
+        if arm.name == CONTROL and arm.experiment.training.distill:
+            raise RankwiseError("`training.distill` must be 0 with the method dense: it is the teacher. Leave it out.")
     _announce(experiment, path, latency)
     base = None if experiment.base is None else _train_base(stage, experiment)
     rows = [] if base is None or any(arm.name == CONTROL for arm in arms) else [base]
+    taught = any(arm.experiment.training.distill for arm in arms)
     teacher = _train_teacher(stage, experiment, path / BASE) if taught else None
     # an arm without a base starts from fresh weights, beside those that share one
     rows += [_run_arm(stage, arm, None if arm.experiment.base is None else path / BASE, teacher) for arm in arms]
@@ -169,7 +171,7 @@ def prune(
     _check(experiment, stage.corpus)
     if latency is not None:
         write(path / LATENCY, latency.record())
-    taught = bool(experiment.training.distill)
+    taught = experiment.training.distill > 0
     teacher = _train_teacher(replace(stage, folder=path), experiment, Path(base)) if taught else None
     return _run_arm(stage, Arm(path.name, experiment), Path(base), teacher)
 
@@ -231,16 +233,6 @@ def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     about = {"model": describe_config(experiment.model), "seed": experiment.seed}
     stage.watcher.phase("training the dense model")
     return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
-
-
-def _are_taught(arms: Sequence[Arm[Experiment]]) -> bool:
-    for arm in arms:
-        if arm.name == CONTROL and arm.experiment.training.distill:
-            raise RankwiseError(
-                "`training.distill` must be 0 with the method dense, which is the teacher, but is "
-                f"{arm.experiment.training.distill:g}. Leave it out."
-            )
-    return any(arm.experiment.training.distill for arm in arms)
 
 
 def _train_teacher(stage: Stage, experiment: Experiment, base: Path) -> Path:
