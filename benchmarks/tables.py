@@ -36,9 +36,8 @@ from rankwise.models.sru import SRUConfig
 from rankwise.report.records import TABLE
 from rankwise.training import TrainingConfig
 
-RAMP, LONGEST, ENOUGH = 0.05, 0.15, 250
-"""Share of the further steps in which the size is reached: short ramps leave more steps to heal. In fewer steps than
-enough gates choose poorly, so short runs spend more on it, at most the second share (docs/log.md)."""
+RAMP = 0.05
+"""Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
 DISTILL = 0.8
 """Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
@@ -187,8 +186,7 @@ def with_steps(experiment: Experiment, options: argparse.Namespace, seed: int) -
     assert experiment.base is not None
     base = replace(experiment.base, steps=options.base_steps or experiment.base.steps)
     training = replace(experiment.training, steps=options.steps or experiment.training.steps)
-    share = options.ramp or max(RAMP, min(LONGEST, ENOUGH / training.steps))
-    ramp = max(1, round(share * training.steps))
+    ramp = max(1, round((options.ramp or RAMP) * training.steps))
     method = replace(experiment.method, anneal_steps=ramp) if hasattr(experiment.method, "anneal_steps") else None
     return replace(
         experiment,
@@ -372,7 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
     add(
         "--ramp",
         type=float,
-        help=f"share of the steps in which the size is reached (default: {RAMP}, more in short runs)",
+        help=f"share of the steps in which the size is reached (default: {RAMP})",
     )
     add("--device", default="auto", choices=["auto", "cpu"])
     add("--plan", action="store_true", help="say what would be run, and how long it should take")
