@@ -1,9 +1,9 @@
 """A 2M-parameter SRU on enwik8, on a CPU: `python benchmarks/small_sru.py DATA OUT.json [--seeds 0,1,2] [--scale 1]`.
 
 DATA is a folder that holds enwik8. From one dense base, flop-l0 and fac remove 80% of the prunable weights, next to a
-dense control that trains on for as long; the paper's FAC trains a small model from scratch for all of the steps; np-l0,
-which does not factorize, has a plain model of the same size and a base of its own. One seed takes less than 15 minutes
-on two cores. `--scale 0.01` shows that it runs.
+dense control that trains on for as long, and that teaches where a row is called distilled; the paper's FAC trains a
+small model from scratch for all of the steps; np-l0, which does not factorize, has a plain model of the same size with
+a base and a control of its own. One seed takes half an hour on two cores. `--scale 0.01` shows that it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rankwise as rw
-from rankwise.experiments.arms import Watcher, run
+from rankwise.experiments.arms import Arm, Watcher, run_arms
 from rankwise.experiments.config import CorpusConfig, Experiment
 from rankwise.methods import make_method
 from rankwise.models.sru import SRUConfig
@@ -28,7 +28,7 @@ from rankwise.training import TrainingConfig
 def factorized(data: str, scale: float) -> Experiment:
     """The rows that share the factorized base."""
     base = TrainingConfig(
-        steps=max(8, round(1_000 * scale)),
+        steps=max(8, round(425 * scale)),
         batch_size=16,
         window=64,
         lr=4e-3,
@@ -43,7 +43,7 @@ def factorized(data: str, scale: float) -> Experiment:
         device="cpu",
     )
     # the learning rate falls once, at the end of every row
-    pruning = replace(base, steps=max(8, round(700 * scale)), schedule="cosine")
+    pruning = replace(base, steps=max(8, round(1_275 * scale)), schedule="cosine")
     return Experiment(
         name="enwik8-small-sru",
         corpus=CorpusConfig(name="enwik8", data=data),
@@ -51,11 +51,10 @@ def factorized(data: str, scale: float) -> Experiment:
             num_words=205, embedding_width=64, width=896, num_layers=4, rank=160, layer_norm=True, dropout=0.0
         ),
         base=base,
-        method=make_method("flop-l0", anneal_steps=pruning.steps // 4),
+        method=make_method("flop-l0", anneal_steps=pruning.steps // 6),
         budget=rw.Budget(removed=0.8, of="prunable"),
         training=pruning,
         exclude=("embedding", "output"),
-        compare=("dense", "fac"),
     )
 
 
@@ -69,16 +68,15 @@ def from_scratch(experiment: Experiment) -> Experiment:
         method=make_method("fac"),
         training=replace(experiment.training, steps=steps),
         init="random",
-        compare=(),
     )
 
 
 def plain(experiment: Experiment) -> Experiment:
     """NP-L0: a model of plain matrices, as large."""
     assert isinstance(experiment.model, SRUConfig)
-    method = make_method("np-l0", anneal_steps=experiment.training.steps // 4)
+    method = make_method("np-l0", anneal_steps=experiment.training.steps // 6)
     model = replace(experiment.model, rank=None, width=464)
-    return replace(experiment, method=method, model=model, compare=())
+    return replace(experiment, method=method, model=model)
 
 
 class Lines(Watcher):
@@ -95,13 +93,24 @@ class Lines(Watcher):
         print(f"{time.perf_counter() - self.began:7.1f} s  {bits}", flush=True)
 
 
+def arms(experiment: Experiment) -> dict[str, tuple[Experiment, list[Arm[Experiment]]]]:
+    """Of each base its experiment, and what starts from it."""
+    scratch, other = from_scratch(experiment), plain(experiment)
+    taught = replace(experiment, training=replace(experiment.training, distill=0.8))
+    shared = [Arm(name, experiment.with_method(name)) for name in ("dense", "flop-l0", "fac")]
+    return {
+        "factorized": (experiment, [*shared, Arm("flop-l0, distilled", taught)]),
+        "from-scratch": (scratch, [Arm("fac, from scratch", scratch)]),
+        "plain": (other, [Arm("dense", other.with_method("dense")), Arm("np-l0", other)]),
+    }
+
+
 def one_seed(experiment: Experiment, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    parts = {"": experiment, "from scratch": from_scratch(experiment), "plain": plain(experiment)}
     rows = []
-    for name, part in parts.items():
-        record = run(part, folder / (name or "factorized").replace(" ", "-"), watcher=Lines())
-        rows += [row | {"name": f"{row['name']}, {name}" if name else row["name"]} for row in record["rows"]]
+    for name, (part, runs) in arms(experiment).items():
+        record = run_arms(part, runs, folder / name, watcher=Lines())
+        rows += [row | {"name": f"{row['name']}, plain" if name == "plain" else row["name"]} for row in record["rows"]]
     seconds = time.perf_counter() - began
     return {**record, "experiment": None, "arms": [row["name"] for row in rows], "rows": rows, "wall_seconds": seconds}
 

@@ -174,7 +174,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ),
     (
         "A small SRU on a CPU",
-        "What comes of minutes on two cores: 2M parameters, 1,000 steps of the base and 700 of every row. "
+        "What comes of minutes on two cores: 2M parameters, 425 steps of the base and 1,275 of every row. "
         "*Removed* is of the whole model, and all rows are compared with the first. `python "
         "benchmarks/small_sru.py DATA OUT.json --seeds 0,1`",
         _of("enwik8-small-sru", table),
