@@ -3,7 +3,7 @@
 DATA is a folder that holds enwik8. From one dense base, flop-l0 and fac remove 80% of the prunable weights, next to a
 dense control that trains on for as long, and that teaches where a row is called distilled; the paper's FAC trains a
 small model from scratch for all of the steps; np-l0, which does not factorize, has a plain model of the same size with
-a base and a control of its own. One seed takes half an hour on two cores. `--scale 0.01` shows that it runs.
+a base and a control of its own. One seed takes half an hour on one core. `--scale 0.01` shows that it runs.
 """
 
 from __future__ import annotations

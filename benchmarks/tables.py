@@ -108,7 +108,7 @@ def wikitext_2() -> Experiment:
 
 
 def demo() -> Experiment:
-    return phases(replace(presets.demo(), name="demo"), 300, 300, warmup_steps=20, log_every=20)
+    return phases(replace(presets.demo(), name="demo"), 150, 450, warmup_steps=20, log_every=20)
 
 
 BASES = {
@@ -367,11 +367,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seeds", default="0", help="with commas (default: 0)")
     add("--base-steps", type=int, help="of the dense base (default: the table's)")
     add("--steps", type=int, help="of every cell (default: the table's)")
-    add(
-        "--ramp",
-        type=float,
-        help=f"share of the steps in which the size is reached (default: {RAMP})",
-    )
+    add("--ramp", type=float, help=f"share of the steps in which the size is reached (default: {RAMP})")
     add("--device", default="auto", choices=["auto", "cpu"])
     add("--plan", action="store_true", help="say what would be run, and how long it should take")
     options = parser.parse_args(arguments)

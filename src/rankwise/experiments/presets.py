@@ -2,8 +2,8 @@
 
 The rows hold what the paper and its code publish: model, batch, learning rates, warm-up, epochs, the Lagrangian. A
 `-short` twin is the same row in minutes on one GPU: fewer steps, bf16, a learning rate that falls from the base on
-(cosine), layer norm, our own recipe, less dropout on a text that is read three times at most, still less for what is
-left, and a dense control that trains on for as long. What was not published is in docs/departures.md.
+(cosine), layer norm, our own recipe, half the dropout on enwik8, less still for what is left, and a dense control that
+trains on for as long. What was not published is in docs/departures.md.
 """
 
 from __future__ import annotations

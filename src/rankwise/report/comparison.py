@@ -127,9 +127,9 @@ def _dropout(record: Mapping[str, Any] | None, name: str) -> str:
     """Its range over the rows, where the smaller models have less."""
     runs = [run for run in (record or {})["runs"] if run["name"] == name]
     rates = {row["dropout"] for run in runs for row in run["rows"] if "dropout" in row}
-    return (
-        f"; dropout {max(rates):g} of the dense model, down to {min(rates):g} of the smallest" if len(rates) > 1 else ""
-    )
+    if len(rates) < 2:
+        return ""
+    return f"; dropout {max(rates):g} of the dense model, down to {min(rates):g} of the smallest"
 
 
 def _settings(record: Mapping[str, Any] | None, name: str) -> tuple[str, int]:
