@@ -12,6 +12,7 @@ from training_toys import CONFIG, SETTINGS, make_corpus, make_model
 
 import rankwise as rw
 from rankwise.kernels import adamw
+from rankwise.training import LanguageModel, evaluate
 from rankwise.training.run import Run
 
 pytestmark = [
@@ -96,3 +97,14 @@ def test_a_step_does_not_wait_for_the_gpu(method: str | None, tmp_path: Path) ->
     waits = [e.name for e in profile.events() if e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
     # the profiler's own, when it stops
     assert waits in ([], ["cudaDeviceSynchronize"])
+
+
+@pytest.mark.parametrize("kind", ["sru", "txl", "adaptive"])
+def test_an_evaluation_on_a_gpu_finds_the_quality_of_one_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    run = start(tmp_path, kind, None)
+    for _ in range(20):
+        run.train_step()
+    found = evaluate(run.language, run.valid, run.corpus.unit)
+    wanted = evaluate(LanguageModel(run.model.cpu()), run.valid, run.corpus.unit)
+    assert found.num_targets == wanted.num_targets
+    assert found.loss == pytest.approx(wanted.loss, abs=1e-4)

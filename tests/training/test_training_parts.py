@@ -100,6 +100,17 @@ def test_evaluation_counts_every_target_once(length: int, unroll: int, streams: 
     assert model.training
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_evaluation_leaves_the_precision_of_products_as_it_was(precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        evaluate(LanguageModel(Unigram(7)), Evaluation(np.zeros(9, dtype=np.uint8), unroll=4), "word")
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
     tokens = np.zeros(9, dtype=np.uint8)
     quality = evaluate(LanguageModel(Unigram(7)), Evaluation(tokens, unroll=4), "word")

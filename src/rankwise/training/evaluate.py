@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,21 @@ class Quality:
         return {"loss": self.loss, self.measure: self.value, "num_targets": self.num_targets}
 
 
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Float32 products on a GPU from factors of 11 bits: far faster, and nothing that a quality's digits show."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
 @torch.no_grad()
+@tf32()
 def evaluate(
     language: LanguageModel, text: Evaluation, unit: Unit, *, check: Callable[[], None] = lambda: None
 ) -> Quality:
