@@ -76,6 +76,21 @@ def test_the_ten_minute_table_is_the_recorded_one() -> None:
         assert bits == f"{row['test']['bits_per_character']:.3f}"
 
 
+def test_the_table_of_enwik8_is_the_recorded_one() -> None:
+    from rankwise.report.comparison import comparison
+    from rankwise.report.paper import ENWIK8_SRU
+
+    record = json.loads((ROOT / "results/table-enwik8-sru.json").read_text())
+    table = comparison(ENWIK8_SRU, (record, "enwik8-sru"), (None, ""), "bits_per_character")
+    found = {
+        (name, removed, theirs, parameters, test, lost)
+        for name, removed, _, _, theirs, parameters, _, test, lost in table.rows
+    }
+    shown = {tuple(row) for row in section("enwik8")}
+    assert len(shown) == 13
+    assert shown <= found
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 def test_the_table_of_speeds_is_the_recorded_one() -> None:
     with (ROOT / "benchmarks/results.csv").open() as file:
