@@ -131,24 +131,26 @@ class Pair(NamedTuple):
 def pair_of(module: nn.Module) -> Pair | None:
     """The pair that `module` multiplies by, for a kernel that does it in its place; None where it must be called.
 
-    Any module may offer one with a method `pair`.
+    Any module may offer one with a method `pair`, and either half of a sequence its own matrix with a method `whole`.
     """
     if is_observed(module):
         return None
     if isinstance(module, nn.Sequential):
-        parts = list(module)
-        if len(parts) != 2 or any(is_observed(part) for part in parts):
+        if len(module) != 2:
             return None
-        first, second = parts
-        if (
-            isinstance(first, nn.Linear)
-            and isinstance(second, nn.Linear)
-            and first.bias is None
-            and second.bias is None
-        ):
-            return Pair(first.weight, second.weight)
-        return None
+        q_RI, p_OR = map(_whole, module)
+        return None if q_RI is None or p_OR is None else Pair(q_RI, p_OR)
     offered: Pair | None = getattr(module, "pair", lambda: None)()
+    return offered
+
+
+def _whole(module: nn.Module) -> Tensor | None:
+    """The one matrix that `module` multiplies by, without a bias."""
+    if is_observed(module):
+        return None
+    if isinstance(module, nn.Linear):
+        return module.weight if module.bias is None else None
+    offered: Tensor | None = getattr(module, "whole", lambda: None)()
     return offered
 
 

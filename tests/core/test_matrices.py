@@ -11,6 +11,8 @@ from rankwise.core.exports import LowRankExport
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate, Mask
 from rankwise.core.layers import GatedEmbedding, GatedLinear
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix, InputGatedMatrix, MaskedMatrix
+from rankwise.kernels.pair import pair_linear
+from rankwise.modules import pair_of
 
 OUT, IN, RANK = 7, 5, 4
 MATRICES = ["factorized", "input-gated", "masked"]
@@ -64,6 +66,29 @@ def test_linear_is_the_matrix_multiplied_out(matrix: str, gate: str, selected: b
     bias = torch.randn(OUT, dtype=torch.float64, requires_grad=True)
     plain = x @ gated.weight().t() + bias
     assert_same(gated.linear(x, bias), plain, gated, {"x": x, "bias": bias})
+
+
+@pytest.mark.parametrize("second", ["masked", "plain"])
+def test_two_matrices_in_a_row_are_a_pair_where_neither_is_cut_smaller(second: str) -> None:
+    first = GatedLinear(make("masked", "magnitude", selected=False), None)
+    other = nn.Linear(OUT, IN, bias=False, dtype=torch.float64)
+    if second == "masked":
+        other = GatedLinear(MaskedMatrix(other.weight, MagnitudeGate(OUT * IN, learned=False)), None)
+        other.matrix.gate.kept[::3] = False
+    x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
+    pair = pair_of(nn.Sequential(first, other))
+    assert pair is not None
+    assert_same(pair_linear(x, pair, None), other(first(x)), first.matrix, {"x": x, **dict(other.named_parameters())})
+
+
+@pytest.mark.parametrize("matrix", ["factorized", "input-gated"])
+def test_two_in_a_row_are_no_pair_where_one_has_components_to_leave_out_or_a_bias(matrix: str) -> None:
+    small, bias = make(matrix, "magnitude", selected=True), nn.Parameter(torch.zeros(OUT, dtype=torch.float64))
+    plain = nn.Linear(OUT, IN, bias=False)
+    assert pair_of(nn.Sequential(GatedLinear(small, None), plain)) is None
+    masked = make("masked", "magnitude", selected=False)
+    assert pair_of(nn.Sequential(GatedLinear(masked, bias), plain)) is None
+    assert pair_of(nn.Sequential(plain)) is None
 
 
 @pytest.mark.parametrize("selected", [False, True])

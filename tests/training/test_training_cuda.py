@@ -37,7 +37,7 @@ def start(folder: Path, kind: str, method: str | None, config: Any = GPU) -> Run
 
 
 @pytest.mark.parametrize("kind", ["sru", "txl"])
-@pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "fac"])
+@pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "fac", "agp", "np-l0"])
 @pytest.mark.parametrize("distill", [0.0, 0.5])
 def test_a_graph_trains_the_weights_that_single_commands_train(
     kind: str, method: str | None, distill: float, tmp_path: Path

@@ -46,6 +46,10 @@ class GatedLinear(GatedLayer):
         """See `rankwise.modules.pair_of`."""
         return self.matrix.pair() if self.bias is None else None
 
+    def whole(self) -> Tensor | None:
+        """See `rankwise.modules.pair_of`."""
+        return self.matrix.whole() if self.bias is None else None
+
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
         return export.as_linear(copy.deepcopy(self.bias, memo))
 

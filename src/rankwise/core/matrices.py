@@ -18,6 +18,7 @@ from rankwise.core.budget import CostCurve
 from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
 from rankwise.core.gates import Gate
 from rankwise.core.pivot import ROUNDING, rounding_error
+from rankwise.kernels.linear import linear
 from rankwise.kernels.pair import pair_linear
 from rankwise.modules import Pair
 
@@ -46,6 +47,10 @@ class GatedMatrix(nn.Module, ABC):
 
     def pair(self) -> Pair | None:
         """W as the product of two, where it is one, as the gate stands: for kernels that do what `linear` does."""
+        return None
+
+    def whole(self) -> Tensor | None:
+        """W where it is never cut smaller, as the gate stands: for kernels that multiply by two such in a row."""
         return None
 
     @abstractmethod
@@ -152,7 +157,7 @@ class InputGatedMatrix(GatedMatrix):
         if active is not None:
             x_BI, w_OI = x_BI.index_select(-1, active), w_OI.index_select(1, active)
             z_I = None if z_I is None else z_I.index_select(0, active)
-        return F.linear(_scale(x_BI, z_I), w_OI, bias_O)
+        return linear(_scale(x_BI, z_I), w_OI, bias_O)
 
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
         raise NotImplementedError("an embedding has no input features to prune")
@@ -187,7 +192,10 @@ class MaskedMatrix(GatedMatrix):
         return masked_curve(self.shape)
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
-        return F.linear(x_BI, self.weight(), bias_O)
+        return linear(x_BI, self.weight(), bias_O)
+
+    def whole(self) -> Tensor:
+        return self.weight()
 
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
         return F.embedding(index_B, self.weight(), padding_idx)
