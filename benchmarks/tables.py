@@ -130,7 +130,8 @@ TABLES: dict[str, dict[str, str]] = {
     "enwik8-sru": {
         "enwik8-sru": "dense flop-l0-80 flop-l0-80-distilled svd-80 fac-80 flop-l0-90 flop-l0-90-distilled fac-90 "
         "agp-80 agp-90 flop-l0-80-published flop-agp-80 flop-agp-90 flop-l0-70 agp-70 dense-distilled "
-        "flop-l0-70-distilled svd-80-distilled svd-90 flop-l0-85 fac-80-scratch flop-l0-90-published fac-90-scratch"
+        "flop-l0-70-distilled fac-80-distilled fac-90-distilled svd-80-distilled svd-90 flop-l0-85 fac-80-scratch "
+        "flop-l0-90-published fac-90-scratch"
     },
     "np-l0": {
         "enwik8-sru-plain-1536": "dense np-l0-80 np-l0-90 np-l0-70 np-l0-85",

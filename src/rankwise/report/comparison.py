@@ -12,6 +12,7 @@ from rankwise.report.tables import MEASURES, Table, spread
 VARIANTS = (
     ("fac, from scratch", "fac", "fac-{}-scratch"),
     ("fac, from the base", None, "fac-{}"),
+    ("fac, from the base, distilled", None, "fac-{}-distilled"),
     ("agp *", "agp", "agp-{}"),
     ("np-l0", "np-l0", "np-l0-{}"),
     ("flop-agp", "flop-agp", "flop-agp-{}"),
