@@ -182,7 +182,7 @@ def device_of(config: TrainingConfig) -> torch.device:
 
 
 def quality_of(model: nn.Module, corpus: Corpus, split: str, config: TrainingConfig) -> Quality:
-    """Quality of an exported model on a split, in float32."""
+    """Quality of an exported model on a split: in float32, its products on a GPU in TF32."""
     language = LanguageModel(model.to(device_of(config)))
     return evaluate(language, config.evaluation(getattr(corpus, split)), corpus.unit)
 

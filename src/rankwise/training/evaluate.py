@@ -41,8 +41,8 @@ class Quality:
 
 
 @contextmanager
-def tf32() -> Iterator[None]:
-    """Float32 products on a GPU from factors of 11 bits: far faster, and nothing that a quality's digits show."""
+def _tf32() -> Iterator[None]:
+    """Products on a GPU from factors of 11 bits where they would be float32: three times as fast for a dense SRU."""
     matmul = torch.backends.cuda.matmul
     name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
     before = getattr(matmul, name)
@@ -54,7 +54,7 @@ def tf32() -> Iterator[None]:
 
 
 @torch.no_grad()
-@tf32()
+@_tf32()
 def evaluate(
     language: LanguageModel, text: Evaluation, unit: Unit, *, check: Callable[[], None] = lambda: None
 ) -> Quality:
