@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_toys import names, reasons
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.readers import answer
 from rankwise.adapters.targets import target_plan
-from rankwise.core.plan import Plan
 
 
 class Block(nn.Module):
@@ -48,14 +48,6 @@ LINEAR = {
     "score.2",
 }
 EVERYTHING = {*LINEAR, "embed", "lm_head"}
-
-
-def names(plan: Plan) -> set[str]:
-    return {use.name for site in plan.sites for use in site.uses}
-
-
-def reasons(plan: Plan) -> dict[str, str]:
-    return {item.name: item.reason for item in plan.left_out}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""The default plan: what it leaves out, with which word, and what is a pair no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Conv1D, Spec
+from plan_toys import assert_trains_and_exports, kinds, names, reasons, weights
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+import rankwise as rw
+from rankwise.adapters.generic import find_plan
+from rankwise.modules import LowRankHead, linear
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Reader(nn.Module):
+    """Multiplies by the weight of its layer, without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.called = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(F.linear(x, self.layer.weight))
+
+
+class Keeper(nn.Module):
+    """Holds the weight of its layer as a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.same = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.same
+
+
+@pytest.mark.parametrize(
+    "module, name, reason",
+    [
+        (nn.MultiheadAttention(4, 2), "out_proj", "MultiheadAttention reads its weight itself"),
+        (nn.MultiheadAttention(4, 2), "", "MultiheadAttention is not a linear layer or an embedding"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "linear1", "TransformerEncoderLayer reads its weight itself"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "linear2", "TransformerEncoderLayer reads its weight itself"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "self_attn.out_proj", "reads its weight itself"),
+        (Doubled(4, 4), "", "Doubled has a forward of its own"),
+        (nn.Embedding(5, 4, max_norm=1.0), "", "an embedding with `max_norm` or `sparse`"),
+        (nn.Embedding(5, 4, sparse=True), "", "an embedding with `max_norm` or `sparse`"),
+        (nn.Embedding(5, 4, scale_grad_by_freq=True), "", "`scale_grad_by_freq`"),
+        (nn.LSTM(4, 4), "", "LSTM is not a linear layer or an embedding"),
+        (nn.Bilinear(4, 4, 4), "", "Bilinear is not a linear layer or an embedding"),
+        (nn.Conv2d(4, 4, 1), "", "Conv2d is not a linear layer or an embedding"),
+        (Reader(), "layer", "Reader reads its weight itself"),
+        (Keeper(), "layer", "tied to part, which is left out"),
+        (linear(nn.Parameter(torch.zeros(4, 0)), None), "", "it is empty"),
+    ],
+)
+def test_what_cannot_be_gated_safely_is_left_out_with_a_word(module: nn.Module, name: str, reason: str) -> None:
+    plan = find_plan(nn.ModuleDict({"part": module, "plain": nn.Linear(4, 4)}))
+    path = f"part.{name}" if name else "part"
+    assert reason in reasons(plan)[path]
+    assert path not in names(plan)
+    assert "plain" in names(plan)
+
+
+def test_only_the_layer_that_is_read_is_left_out() -> None:
+    assert names(find_plan(Reader())) == {"called"}
+
+
+REWRITTEN = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "hooked spectral_norm": spectral_norm,
+    "hooked pruning mask": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITTEN)
+def test_a_layer_whose_weight_is_made_from_other_parameters_is_left_out(rewrite: str) -> None:
+    layer = REWRITTEN[rewrite](nn.Linear(4, 4))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 4))
+    plan = find_plan(model)
+    assert names(plan) == {"2"}
+    assert "0" in {name.split(".")[0] for name in reasons(plan)}
+    assert_trains_and_exports(model, torch.randn(3, 4))
+
+
+def test_a_parametrized_layer_is_named_with_its_reason() -> None:
+    plan = find_plan(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    assert reasons(plan).get("0") == "its weight is parametrized"
+
+
+def test_an_alias_of_a_layer_is_read_all_the_same() -> None:
+    """The remedy of what the search of source code cannot see: `layer.weight` of a gated layer is its matrix."""
+
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            layer = self.layer
+            return F.linear(x, layer.weight)
+
+    model = Alias()
+    pruner = rw.Pruner(model, rw.Budget(params=16), "flop-agp", anneal_steps=1)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), model.layer(x))
+    model(x).sum().backward()
+    assert pruner.controller.gates[0].z.grad is not None
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(5, 4, sparse=True), Doubled(4, 5)])
+def test_a_layer_tied_to_something_left_out_is_left_out_too(module: nn.Module) -> None:
+    head = nn.Linear(4, 5)
+    head.weight = module.weight
+    plan = find_plan(nn.ModuleDict({"front": module, "head": head, "plain": nn.Linear(4, 4)}))
+    assert names(plan) == {"plain"}
+    assert reasons(plan)["head"] == f"tied to front, which is left out: {reasons(plan)['front']}"
+
+
+def test_a_layer_tied_to_an_excluded_one_is_left_out_too() -> None:
+    plan = find_plan(Spec(back="tied").build(), exclude=["head"])
+    assert reasons(plan) == {"head": "in `exclude`", "front": "tied to head, which is left out: in `exclude`"}
+
+
+def test_a_conv1d_tied_to_an_embedding_is_left_out() -> None:
+    front, head = nn.Embedding(5, 5), Conv1D(5, 5)
+    head.weight = front.weight
+    plan = find_plan(nn.ModuleDict({"front": front, "head": head}))
+    assert reasons(plan) == dict.fromkeys(["front", "head"], "tied to a layer that stores the weight transposed")
+
+
+def test_a_low_rank_head_without_its_pair_is_left_out() -> None:
+    plan = find_plan(nn.Sequential(LowRankHead(nn.Embedding(5, 2), nn.Linear(2, 4, bias=False)), nn.Linear(5, 5)))
+    assert names(plan) == {"1"}
+    assert reasons(plan) == {"0": "its embedding is not part of a pair in the model"}
+
+
+def test_tying_in_init_does_not_exclude() -> None:
+    """Only code that runs after the model is built reads weights behind a layer's back."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(9, 4)
+            self.head = nn.Linear(4, 9)
+            self.head.weight = self.emb.weight
+            self.tie_weights()
+            self._init_weights()
+
+        def tie_weights(self) -> None:
+            self.head.weight = self.emb.weight
+
+        def _init_weights(self) -> None:
+            nn.init.zeros_(self.head.bias)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.emb(tokens))
+
+    model = Tied()
+    plan = find_plan(model)
+    assert names(plan) == {"emb", "head"}
+    assert plan.left_out == ()
+    assert_trains_and_exports(model, torch.randint(0, 9, (3, 5)))
+
+
+def test_a_linear_with_parameters_of_its_own_keeps_them() -> None:
+    """Gating replaces weight and bias; whatever else a subclass holds must not vanish."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    model = nn.Sequential(Scaled(), nn.Tanh(), nn.Linear(4, 4))
+    assert_trains_and_exports(model, torch.randn(3, 4))
+
+
+def test_a_layer_whose_own_forward_was_replaced_is_left_out() -> None:
+    """As libraries do that wrap single layers, to move or quantize them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain = model[0].forward
+    model[0].forward = lambda x: 2 * plain(x)
+    assert names(find_plan(model)) == {"2"}
+    assert "0" in reasons(find_plan(model))
+
+
+def test_a_layer_that_is_read_by_index_is_left_out() -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i in range(2):
+                x = F.linear(x, self.layers[i].weight)
+            return self.head(x)
+
+    assert names(find_plan(Indexed())) == {"head"}
+
+
+class TakenApart(nn.Module):
+    """Calls the layers of its pair one by one, with something between."""
+
+    def __init__(this) -> None:  # noqa: N805
+        super().__init__()
+        this.pair = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16))
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        return this.pair[1](torch.tanh(this.pair[0](x)))
+
+
+def test_a_pair_that_is_taken_apart_is_two_layers() -> None:
+    model = TakenApart()
+    assert kinds(find_plan(model)) == {"pair.0": "linear", "pair.1": "linear"}
+    assert_trains_and_exports(model, torch.randn(3, 16))
+
+
+class SharedHalf(nn.Module):
+    """Two pairs that begin with the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        down = nn.Linear(16, 4, bias=False)
+        self.a = nn.Sequential(down, nn.Linear(4, 16))
+        self.b = nn.Sequential(down, nn.Linear(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class HalfAlone(nn.Module):
+    """A pair whose first layer is also used without its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(16, 4, bias=False)
+        self.pair = nn.Sequential(self.down, nn.Linear(4, 16))
+        self.other = nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x) + self.other(self.down(x))
+
+
+@pytest.mark.parametrize("build", [SharedHalf, HalfAlone])
+def test_half_a_pair_that_is_used_elsewhere_is_counted_once_and_exported_right(build: Any) -> None:
+    model = build()
+    plan = find_plan(model)
+    distinct = {id(w): w for name, kind in kinds(plan).items() for w in weights(model.get_submodule(name), kind)}
+    assert plan.params == sum(w.numel() for w in distinct.values()) <= rw.count(model)
+    model.extra = nn.Linear(16, 16)
+    x = torch.randn(3, 16)
+    pruner = rw.Pruner(model, rw.Budget(removed=0.2, of="prunable"), "flop-agp", anneal_steps=1)
+    model(x).square().mean().backward()
+    pruner.step()
+    small = pruner.compact()
+    torch.testing.assert_close(small.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    assert rw.count(small) <= pruner.limit

@@ -1,0 +1,14 @@
+"""A small compact model, for tests of what is done with one."""
+
+from __future__ import annotations
+
+import pytest
+from saved_toys import mlp
+from torch import nn
+
+import rankwise as rw
+
+
+@pytest.fixture
+def small() -> nn.Module:
+    return rw.compress(mlp(), rw.Budget(removed=0.5))
