@@ -2,11 +2,12 @@
 
 Rows are RECIPE-PERCENT, the share of the whole model that is removed. Recipes are steps of one ladder, each with all
 that stands before it: paper (plain SVD, FLOP-L0, embeddings left alone), whitening, distillation, healing, pivot,
-embeddings, and ours (compressed at once instead of along a ramp). "control" is the dense model trained on as ours is,
-with nothing removed. "curve-60" is embeddings-60 with smaller cuts taken from the same run, for comparison with
-embeddings-20, -35 and -50. Cells run in the order in which rows are given, every task of a row before the next row;
-each is kept when it is finished, so the same command goes on. FOLDER may hold the weights in parts, in any float
-format: several safetensors files, or model.safetensors.00, .01, ... to be joined. `--scale 0.02` shows that it runs.
+embeddings, and ours (compressed at once instead of along a ramp). "fac-35" is paper-35 with the same share of every
+matrix and nothing to learn about it. "control" is the dense model trained on as ours is, with nothing removed.
+"curve-60" is embeddings-60 with smaller cuts taken from the same run, for comparison with embeddings-20, -35 and -50.
+Cells run in the order in which rows are given, every task of a row before the next row; OUT.json is written after each,
+and cells that it holds are not run again. FOLDER may hold the weights in parts, in any float format: several
+safetensors files, or model.safetensors.00, .01, ... to be joined. `--scale 0.02` shows that it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import rankwise as rw
 from rankwise.data.glue import task_named
-from rankwise.errors import BudgetError
+from rankwise.errors import BudgetError, RankwiseError
 from rankwise.experiments.arms import Arm
 from rankwise.experiments.glue import pipeline
 from rankwise.experiments.glue.config import EncoderConfig, GlueExperiment
@@ -40,8 +41,8 @@ SIZES = (0.2, 0.35, 0.5)
 ROWS = "dense,ours-60,ours-35,paper-35"
 GATED_LR = {"glue-minilm": 1e-4, "glue-mpnet": 5e-5, "glue-roberta": 5e-5}
 """Learning rates of the recipes with gates, which have a way to go."""
-PLACES = ("out", "model", "data", "work")
-"""Arguments that no record keeps."""
+SETTINGS = ("preset", "scale", "held_out", "precision", "device")
+"""Arguments that all cells of a record share."""
 ABLATION = "paper-60,whitening-60,distillation-60,healing-60,pivot-60,embeddings-60"
 
 
@@ -64,7 +65,7 @@ class Cell:
 
 def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperiment:
     """The experiment with a step of the ladder; without healing, pruning goes on for as many steps."""
-    step = LADDER.index("embeddings" if name == "curve" else name)
+    step = LADDER.index({"curve": "embeddings", "fac": "paper"}.get(name, name))
     training, healing = experiment.training, experiment.healing
     assert healing is not None
     if step < LADDER.index("ours"):
@@ -76,7 +77,7 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
             min_steps=training.min_steps + healing.min_steps,
             max_steps=(training.max_steps or 0) + (healing.max_steps or 0) or None,
         )
-    method = experiment.with_method("svd" if step == LADDER.index("ours") else "flop-l0").method
+    method = experiment.with_method({"fac": "fac", "ours": "svd"}.get(name, "flop-l0")).method
     if name == "curve":
         method = replace(method, schedule="linear")
     layout: Any = "pivot" if step >= LADDER.index("pivot") else "pair"
@@ -202,7 +203,22 @@ def print_table(found: list[dict[str, Any]]) -> None:
         print(" ".join([*line, f"{size:,}"]))
 
 
-def main() -> None:
+def earlier(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of a record that goes on; refuses one of other settings."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    before = {key: record["settings"][key] for key in SETTINGS}
+    if before != settings:
+        raise RankwiseError(
+            f"{path} must be of the same settings, but was run with {before} and not {settings}. "
+            "Give those again, or another file."
+        )
+    rows: list[dict[str, Any]] = record["rows"]
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("out", type=Path)
@@ -219,14 +235,19 @@ def main() -> None:
     add("--precision", default="auto", choices=["auto", "no", "bf16"])
     add("--device", default="auto", choices=["auto", "cpu"])
     add("--work", type=Path, help="where models are kept (default: OUT without its suffix)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.work = options.work or options.out.with_suffix("")
     began = time.perf_counter()
     device = torch.device("cuda" if options.device == "auto" and torch.cuda.is_available() else "cpu")
     model = joined(options.model, options.work)
-    found: list[dict[str, Any]] = []
+    settings = {key: str(getattr(options, key)) for key in SETTINGS}
+    around = surroundings(device)
+    found = earlier(options.out, settings)
+    known = {Cell(row["row"], row["task"], row["seed"]) for row in found}
     took: dict[tuple[str, bool], float] = {}
     for cell in cells(options):
+        if cell in known:
+            continue
         kind = cell.task, cell.row == "dense"
         if time.perf_counter() - began + took.get(kind, 0.0) > options.seconds:
             print(f"left out for want of time: {cell.row} on {cell.task}, seed {cell.seed}", flush=True)
@@ -237,7 +258,7 @@ def main() -> None:
             print(f"cannot be had: {cell.row} on {cell.task}: {error}", flush=True)
             continue
         took[kind] = rows[0]["wall_seconds"]
-        found += rows
+        found += [row | {"commit": around["commit"]} for row in rows]
         for row in rows:
             figures = ", ".join(f"{name} {value:.4f}" for name, value in row["test"].items())
             print(
@@ -245,9 +266,8 @@ def main() -> None:
                 f"{row['parameters']:,} parameters, {row['steps']} steps in {row['seconds']:.1f} s",
                 flush=True,
             )
-        settings = {key: str(value) for key, value in vars(options).items() if key not in PLACES}
         record = {"format": "rankwise-glue", "version": 1, "name": options.preset, "settings": settings, "rows": found}
-        record |= surroundings(device)
+        record |= around
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if found:
