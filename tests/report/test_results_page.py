@@ -29,7 +29,10 @@ def row(name: str, test: float, measure: str = BITS, **more: Any) -> dict[str, A
 
 
 def run(name: str, seed: int, *rows: dict[str, Any], measure: str = BITS) -> dict[str, Any]:
-    experiment = {"base": {"schedule": "cosine"}, "method": {"anneal_steps": 7}}
+    experiment = {
+        "base": {"schedule": "cosine"}, "training": {"steps": 30}, "method": {"anneal_steps": 7},
+        "model": {"dropout": 0.1},
+    }  # fmt: skip
     base = row("dense", 3.0, measure, steps=20)
     return {"name": name, "seed": seed, "experiment": experiment, "base": base, "rows": list(rows)}
 

@@ -111,32 +111,24 @@ def _notes(own: Source, plain: Source, measure: str, exact: str) -> Iterable[str
         found = bases(record, name)
         if not found:
             continue
-        steps, further = found[0]["steps"], cells(record, name, "dense")
-        schedule, ramp = _settings(record, name)
+        experiment = next(run["experiment"] for run in (record or {})["runs"] if run["name"] == name)
         yield (
-            f"`{name}`: {steps:,} steps of the dense base, whose learning rate follows the schedule *{schedule}*"
-            + (f", then {further[0].row['steps']:,} of every row, the dense control too" if further else "")
-            + f"; sizes are reached after {ramp:,}"
-            + _dropout(record, name)
+            f"`{name}`: {found[0]['steps']:,} steps of the dense base, whose learning rate follows the schedule "
+            f"*{experiment['base']['schedule']}*, then {experiment['training']['steps']:,} of every row"
+            + (", the dense control too" if cells(record, name, "dense") else "")
+            + f"; sizes are reached after {experiment['method']['anneal_steps']:,}"
+            + _dropout(record, name, experiment["model"]["dropout"])
             + "; the base on validation text: "
             + ", ".join(format(base["valid"][measure], exact) for base in found)
             + (" (the same base, trained again for the rows that were missing)." if _again(record, name) else ".")
         )
 
 
-def _dropout(record: Mapping[str, Any] | None, name: str) -> str:
-    """Its range over the rows, where the smaller models have less."""
+def _dropout(record: Mapping[str, Any] | None, name: str, dense: float) -> str:
+    """How low it goes, where the smaller models have less."""
     runs = [run for run in (record or {})["runs"] if run["name"] == name]
-    rates = {row["dropout"] for run in runs for row in run["rows"] if "dropout" in row}
-    if len(rates) < 2:
-        return ""
-    return f"; dropout {max(rates):g} of the dense model, down to {min(rates):g} of the smallest"
-
-
-def _settings(record: Mapping[str, Any] | None, name: str) -> tuple[str, int]:
-    """The base's schedule of the learning rate, and the steps of the ramp."""
-    experiment = next(run["experiment"] for run in (record or {})["runs"] if run["name"] == name)
-    return experiment["base"]["schedule"], experiment["method"]["anneal_steps"]
+    lowest = min((row["dropout"] for run in runs for row in run["rows"] if "dropout" in row), default=dense)
+    return f"; dropout {dense:g} of the dense model, down to {lowest:g} of the smallest" if lowest < dense else ""
 
 
 def _again(record: Mapping[str, Any] | None, name: str) -> bool:
