@@ -116,9 +116,9 @@ def demo() -> Experiment:
 BASES = {
     "enwik8-sru": Base(make=sru, dense=1.75e6, pruned=2.67e6, overhead=12),
     "enwik8-sru-10min": Base(make=ten_minutes, dense=1.75e6, pruned=2.67e6, overhead=12),
-    "enwik8-sru-plain-1536": Base(make=lambda: plain_sru(1536), dense=1.9e6, pruned=2.4e6, overhead=15, measured=False),
-    "enwik8-sru-plain-2048": Base(make=lambda: plain_sru(2048), dense=1.2e6, pruned=2.2e6, overhead=15, measured=False),
-    "enwik8-transformer-xl": Base(make=transformer_xl, dense=0.525e6, pruned=0.506e6, overhead=45),
+    "enwik8-sru-plain-1536": Base(make=lambda: plain_sru(1536), dense=1.62e6, pruned=2.37e6, overhead=8),
+    "enwik8-sru-plain-2048": Base(make=lambda: plain_sru(2048), dense=1.07e6, pruned=1.8e6, overhead=8),
+    "enwik8-transformer-xl": Base(make=transformer_xl, dense=0.54e6, pruned=0.53e6, overhead=24),
     "enwik8-words": Base(make=words, dense=0.6e6, pruned=0.6e6, overhead=10, measured=False),
     "enwik8-words-plain": Base(
         make=lambda: words(width=592, rank=None), dense=0.6e6, pruned=0.6e6, overhead=10, measured=False

@@ -76,18 +76,22 @@ def test_the_ten_minute_table_is_the_recorded_one() -> None:
         assert bits == f"{row['test']['bits_per_character']:.3f}"
 
 
-def test_the_table_of_enwik8_is_the_recorded_one() -> None:
+@pytest.mark.parametrize(
+    "name, base, rows", [("enwik8", "enwik8-sru", 15), ("transformer-xl", "enwik8-transformer-xl", 3)]
+)
+def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, base: str, rows: int) -> None:
+    from rankwise.report import paper
     from rankwise.report.comparison import comparison
-    from rankwise.report.paper import ENWIK8_SRU
 
-    record = json.loads((ROOT / "results/table-enwik8-sru.json").read_text())
-    table = comparison(ENWIK8_SRU, (record, "enwik8-sru"), (None, ""), "bits_per_character")
+    record, plain = (json.loads((ROOT / f"results/table-{stem}.json").read_text()) for stem in (base, "np-l0"))
+    printed = {"enwik8": paper.ENWIK8_SRU, "transformer-xl": paper.ENWIK8_TRANSFORMER_XL}[name]
+    table = comparison(printed, (record, base), (plain, "enwik8-sru-plain-1536"), "bits_per_character")
     found = {
-        (name, removed, theirs, parameters, test, lost)
-        for name, removed, _, _, theirs, parameters, _, test, lost in table.rows
+        (row, removed, theirs, parameters, test, lost)
+        for row, removed, _, _, theirs, parameters, _, test, lost in table.rows
     }
-    shown = {tuple(row) for row in section("enwik8")}
-    assert len(shown) == 13
+    shown = {tuple(row) for row in section(name)}
+    assert len(shown) == rows
     assert shown <= found
 
 

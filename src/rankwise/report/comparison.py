@@ -70,10 +70,9 @@ def factorization(own: Source, small: Source, large: Source) -> Table:
         dense, values = FACTORIZATION[name]
         printed = [f"{value:.2f} ({_percent(value / dense.value - 1)})" for value in values.values()]
         rows.append((name, "paper", dense.size, f"{dense.value:.2f}", *printed))
-        control = cells(*source, "dense")
-        size = f"{control[0].row['parameters']:,}" if control else ""
+        size = next((f"{base['parameters']:,}" for base in bases(*source)), "")
         measured = [_with_loss(cells(*source, cell.format(level)), measure) for level in levels]
-        rows.append((name, "ours", size, spread(_values(control, "test", measure)), *measured))
+        rows.append((name, "ours", size, spread(_values(cells(*source, "dense"), "test", measure)), *measured))
     return Table(("", "", "size", "dense", *(f"{level}% removed" for level in levels)), tuple(rows))
 
 
