@@ -95,6 +95,14 @@ def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, base: str, rows: 
     assert shown <= found
 
 
+@pytest.mark.parametrize("name, words", [("enwik8-sru", "SRU with 80% removed"), ("enwik8-transformer-xl", "longer")])
+def test_speeds_on_a_gpu_are_the_recorded_ones(name: str, words: str) -> None:
+    record = json.loads((ROOT / f"results/table-{name}.json").read_text())
+    (row,) = (row for run in record["runs"] for row in run["rows"] if row["name"] == "flop-l0-80")
+    text = (ROOT / "docs/inference.md").read_text()
+    assert re.search(rf"{words}[^(]*\({row['speedup']:.2f}x", text)
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 def test_the_table_of_speeds_is_the_recorded_one() -> None:
     with (ROOT / "benchmarks/results.csv").open() as file:

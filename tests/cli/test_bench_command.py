@@ -57,7 +57,7 @@ def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_s
 def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", str(folder), *QUICK]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[0].split()[:4] == ["engine", "batch", "threads", "model"]
+    assert said.out.splitlines()[0].split()[:4] == ["engine", "batch", "on", "model"]
     assert f"Kept in {folder / 'record.json'}." in said.out
     assert said.err.startswith("timing torch, batch 1 x 5, 1 thread")
 
@@ -66,6 +66,7 @@ def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.Captur
     "arguments, message",
     [
         (["--engines", "tensorflow"], "An engine must be one of torch, compile"),
+        (["--engines", "graph"], "An engine for 'cpu' must be one of torch, compile"),
         (["--threads", "0"], "`threads` must be at least 1, but is 0 instead."),
         (["--threads", "few"], "`--threads` must be whole numbers or \"all\", but has 'few' instead."),
         (["--batch", "0"], "`batch` must be at least 1, but is 0 instead."),

@@ -55,9 +55,9 @@ def test_every_case_has_a_row_of_every_model() -> None:
 
 def row(model: str, spent: tuple[float, float, float], **changes: Any) -> dict[str, Any]:
     p20, median, p80 = spent
-    case = {"engine": "torch", "batch": 1, "length": 8, "threads": 1, "parameters": 100, "peer": False}
+    case = {"engine": "torch", "batch": 1, "length": 8, "device": "cpu", "threads": 1, "parameters": 100}
     milliseconds = {"median": median, "p20": p20, "p80": p80, "repeats": 5}
-    return {"model": model, "precision": "float32", **case, "milliseconds": milliseconds, **changes}
+    return {"model": model, "precision": "float32", **case, "peer": False, "milliseconds": milliseconds, **changes}
 
 
 def test_what_is_not_faster_is_said() -> None:
@@ -85,6 +85,15 @@ def test_int8_must_be_faster_than_the_same_model_in_float32() -> None:
     assert remarks([*rows, row("compact", (1, 1, 1), precision="int8", **compact)]) == []
 
 
+def test_on_a_gpu_bfloat16_is_judged_against_the_dense_model_in_bfloat16() -> None:
+    gpu: dict[str, Any] = {"device": "cuda"}
+    half, compact = {"precision": "bfloat16", **gpu}, {"parameters": 20, **gpu}
+    rows = [row("dense", (9, 10, 11), **gpu), row("compact", (4, 5, 6), **compact)]
+    assert remarks([*rows, row("dense", (2, 2, 2), **half), row("compact", (1, 1, 1), **{**compact, **half})]) == []
+    (line,) = remarks([*rows, row("dense", (2, 2, 2), **half), row("compact", (3, 3, 3), **{**compact, **half})])
+    assert line.startswith("compact in bfloat16 is NOT faster than dense in bfloat16 (torch, batch 1 x 8, cuda)")
+
+
 def test_cases_are_judged_by_themselves() -> None:
     rows = [row("dense", (9, 10, 11)), row("compact", (4, 5, 6), parameters=20)]
     more = [row("dense", (1, 1, 1), batch=2), row("compact", (4, 5, 6), parameters=20, batch=2)]
@@ -100,7 +109,15 @@ def test_cases_are_judged_by_themselves() -> None:
         ({"threads": (0,)}, "`threads` must be at least 1, but is 0 instead."),
         ({"threads": ("some",)}, "`threads` must be numbers or \"all\", but one is 'some' instead."),
         ({"repeats": 1}, "`repeats` must be at least 2, but is 1 instead."),
-        ({"engines": ("compil",)}, "must be one of torch, compile.*, but is 'compil' instead. Did you mean 'compile'?"),
+        (
+            {"engines": ("compil",)},
+            "must be one of torch, compile, graph.*, but is 'compil' instead. Did you mean 'compile'?",
+        ),
+        (
+            {"engines": ("graph",)},
+            "An engine for 'cpu' must be one of torch, compile, .* but is 'graph' instead, which ",
+        ),
+        ({"device": "gpu"}, '`device` must be "cpu" or "cuda", but is \'gpu\' instead.'),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -114,7 +131,7 @@ def test_all_threads_are_counted_once() -> None:
 
 
 def test_an_engine_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = Engine("", lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
+    lacking = Engine("", ("cpu",), lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
     monkeypatch.setitem(engines.ENGINES, "lacking", lacking)
     with pytest.raises(rw.RankwiseError, match="The engine 'lacking' cannot run here: it needs nothing you have."):
         engine("lacking")
@@ -137,3 +154,53 @@ def test_the_released_code_must_be_there_and_fit(monkeypatch: pytest.MonkeyPatch
     other = TransformerXL(TransformerXLConfig(num_words=5, width=4, num_heads=1, head_width=2, inner=3, num_layers=1))
     with pytest.raises(rw.RankwiseError, match="SRU models with a plain embedding only, but this is a TransformerXL"):
         released_sru(other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(rw.RankwiseError, match='must be "cpu" where torch finds no GPU, but is "cuda" instead'):
+        BenchConfig(length=4, device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_models_are_timed_in_both_precisions_and_left_where_they_are() -> None:
+    models = {"dense": Model(9), "compact": Model(2)}
+    config = BenchConfig(length=3, batches=(2,), engines=("torch", "graph"), repeats=2, device="cuda")
+    rows = bench(models, config, tokens)
+    names = [(name, precision) for precision in ("float32", "bfloat16") for name in models]
+    assert [(row["engine"], row["model"], row["precision"]) for row in rows] == [
+        (engine, *name) for engine in config.engines for name in names
+    ]
+    assert {parameter.device.type for model in models.values() for parameter in model.parameters()} == {"cpu"}
+    with pytest.raises(rw.RankwiseError, match="Models of others are timed on a CPU"):
+        bench(models, config, tokens, peers={"other": Model(5)})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", ["sru", "transformer-xl"])
+def test_a_graph_finds_what_the_model_finds(kind: str) -> None:
+    torch.manual_seed(0)
+    model = (
+        SRULanguageModel(SRUConfig(num_words=7, embedding_width=8, width=16, num_layers=2, rank=4))
+        if kind == "sru"
+        else TransformerXL(
+            TransformerXLConfig(num_words=7, width=16, num_heads=2, head_width=8, inner=32, num_layers=2)
+        )
+    )
+    model, batch = model.cuda().eval(), torch.randint(0, 7, (2, 6), device="cuda")
+    run = engine("graph", "cuda").prepare(model, (batch,))
+    with torch.inference_mode():
+        expected = model(batch)[0]
+    for _ in range(2):
+        found = run()
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)  # type: ignore[index]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_model_that_asks_the_host_is_no_graph() -> None:
+    class Asking(Model):
+        def forward(self, tokens_BT: Tensor) -> Tensor:
+            return super().forward(tokens_BT) * float(tokens_BT.sum())
+
+    with pytest.raises(rw.RankwiseError, match="but Asking does not"):
+        engine("graph", "cuda").prepare(Asking(3).cuda().eval(), (tokens(1, 2).cuda(),))

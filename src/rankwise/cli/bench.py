@@ -14,7 +14,7 @@ from rankwise.cli.command import Command, Options, Parser, listed, whole_number
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import print_table
 
-COLUMNS = ("engine", "batch", "threads", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
+COLUMNS = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
 
 
 def bench(options: Options) -> None:
@@ -29,6 +29,7 @@ def bench(options: Options) -> None:
         threads=tuple(options.threads),
         engines=tuple(options.engines),
         repeats=options.repeats,
+        device=options.device,
     )
     peers = {}
     if options.peer:
@@ -38,7 +39,7 @@ def bench(options: Options) -> None:
     tell = partial(print, "timing", file=sys.stderr)
     rows = measure(found.models, config, found.tokens, peers=peers, tell=tell)
     lines = remarks(rows)
-    kept = keep(found, rows, lines)
+    kept = keep(found, rows, lines, options.device)
     if options.json:
         print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
         return
@@ -53,11 +54,13 @@ def bench(options: Options) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    from rankwise.deploy.bench import place
+
     spent = row["milliseconds"]
     return (
         row["engine"],
         str(row["batch"]),
-        str(row["threads"]),
+        place(row),
         row["model"],
         row["precision"],
         f"{row['parameters']:,}",
@@ -85,17 +88,18 @@ def _arguments(parser: Parser) -> None:
     add("--length", type=whole_number, metavar="N", help="tokens of a sequence (default: as in training, or 256)")
     add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
     add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     add("--peer", action="store_true", help="also time the layers of the released code (package `sru`)")
     add("--json", action="store_true", help="print JSON")
 
 
 BENCH = Command(
     name="bench",
-    usage="FOLDER [--batch NUMBERS] [--threads NUMBERS] [--length N] [--engines NAMES] [--peer] [--json]",
+    usage="FOLDER [--batch NUMBERS] [--threads NUMBERS | --device cuda] [--length N] [--engines NAMES] [--json]",
     about="Time the dense, the compact and the int8 models of a folder on this machine.",
     details=f"""\
 Models take turns, so that a busy moment meets them all. A compact model that is not faster gets a line that says so.
-The record of a run keeps the figures. Engines: torch, compile (torch.compile).
+The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph (a CUDA graph), onnx, openvino.
 
 example: rankwise bench {RUNS}/demo --batch 1 --threads 1""",
     arguments=_arguments,

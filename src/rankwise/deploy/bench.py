@@ -1,4 +1,4 @@
-"""Dense against compact against int8 on this machine: every engine, batch and number of threads.
+"""Dense against compact against int8 on this machine: every engine, batch and number of threads, or a GPU.
 
 All models of a case take turns, so a slow spell of the machine meets them all.
 """
@@ -6,10 +6,11 @@ All models of a case take turns, so a slow spell of the machine meets them all.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,14 @@ class BenchConfig:
     """Of torch; "all" is one per core."""
     engines: tuple[str, ...] = ("torch",)
     repeats: int = 15
+    device: str = "cpu"
+    """Or "cuda", where threads do not count."""
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise RankwiseError(f'`device` must be "cpu" or "cuda", but is {self.device!r} instead.')
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RankwiseError('`device` must be "cpu" where torch finds no GPU, but is "cuda" instead.')
         for name, values in (("length", (self.length,)), ("batch", self.batches), ("threads", self.counts)):
             for value in values:
                 if value < 1:
@@ -47,11 +54,13 @@ class BenchConfig:
         if self.repeats < 2:
             raise RankwiseError(f"`repeats` must be at least 2, but is {self.repeats} instead.")
         for name in self.engines:
-            engine(name)
+            engine(name, self.device)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """`threads` as numbers, each once."""
+        """`threads` as numbers, each once; on a GPU as many as there are."""
+        if self.device == "cuda":
+            return (torch.get_num_threads(),)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         for value in self.threads:
             if isinstance(value, str) and value != ALL:
@@ -72,29 +81,59 @@ def bench(
     Args:
         models: on the CPU; the first is the dense one.
         make_tokens: from batch and length to tokens.
-        peers: models of others, timed by torch in float32.
+        peers: models of others, timed by torch in float32 on a CPU.
         tell: told of every case before it is timed.
     """
     peers = peers or {}
+    if peers and config.device == "cuda":
+        raise RankwiseError('Models of others are timed on a CPU, but `device` is "cuda". Leave one of them out.')
     parameters = {name: count(model) for name, model in {**models, **peers}.items()}
-    variants: dict[tuple[str, str], nn.Module] = {(name, "float32"): model.eval() for name, model in models.items()}
-    more = {(name, "int8"): int8(model) for name, model in models.items()}
-    if can_multiply_bfloat16():
-        more |= {(name, "bfloat16"): bfloat16(model) for name, model in models.items()}
-    more |= {(name, "float32"): model.eval() for name, model in peers.items()}
+    plain, more = _on_cpu(models, peers) if config.device == "cpu" else _on_gpu(models)
     rows = []
     for name in config.engines:
         # other engines have their own ways to int8
-        run = variants | more if name == "torch" else variants
+        run = plain | more if name == "torch" else plain
         for batch in config.batches:
-            tokens_BT = make_tokens(batch, config.length)
+            tokens_BT = make_tokens(batch, config.length).to(config.device)
             for num_threads in config.counts:
-                case = {"engine": name, "batch": batch, "length": config.length, "threads": num_threads}
+                case = {"engine": name, "batch": batch, "length": config.length, "device": config.device}
+                case["threads"] = num_threads
                 tell(words(case))
                 with _threads(num_threads):
                     timed = _time(case, run, parameters, tokens_BT, config.repeats)
                 rows += [{**row, "peer": row["model"] in peers} for row in timed]
     return rows
+
+
+Variants: TypeAlias = dict[tuple[str, str], nn.Module]
+"""Models by name and precision."""
+
+
+def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
+    """What every engine runs, and what torch runs besides."""
+    plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
+    more: Variants = {(name, "int8"): int8(model) for name, model in models.items()}
+    if can_multiply_bfloat16():
+        more |= {(name, "bfloat16"): bfloat16(model) for name, model in models.items()}
+    return plain, more | {(name, "float32"): model.eval() for name, model in peers.items()}
+
+
+def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
+    """Likewise."""
+    plain: Variants = {(name, "float32"): copy.deepcopy(model).cuda().eval() for name, model in models.items()}
+    return plain | {(name, "bfloat16"): Autocast(model) for (name, _), model in plain.items()}, {}
+
+
+class Autocast(nn.Module):
+    """A model on a GPU with its products in bfloat16, as it is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> object:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.model(*inputs)
 
 
 def _time(
@@ -104,9 +143,9 @@ def _time(
     tokens_BT: Tensor,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    prepare = engine(case["engine"]).prepare
+    prepare = engine(case["engine"], case["device"]).prepare
     calls = {" ".join(key): prepare(model, (tokens_BT,)) for key, model in models.items()}
-    timings = time_together(calls, repeats=repeats)
+    timings = time_together(calls, repeats=repeats, device=tokens_BT.device)
     first = next(iter(timings.values()))
     rows = []
     for (name, precision), timing in zip(models, timings.values(), strict=True):
@@ -137,11 +176,15 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _before(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one."""
+    """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one.
+
+    On a GPU a compact model in bfloat16 than the dense one in bfloat16: nobody there would choose otherwise.
+    """
     if row["peer"] or row is case[0]:
         return None
-    if row["precision"] == "float32":
-        return case[0]
+    dense = next(other for other in case if other["precision"] == row["precision"])
+    if row["precision"] == "float32" or (row["device"] == "cuda" and row is not dense):
+        return dense
     return next(other for other in case if other["model"] == row["model"] and other["precision"] == "float32")
 
 
@@ -159,8 +202,12 @@ def _reason(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 
 def words(case: Mapping[str, Any]) -> str:
     """A case in words."""
-    threads = f"{case['threads']} thread{'s' * (case['threads'] > 1)}"
-    return f"{case['engine']}, batch {case['batch']} x {case['length']}, {threads}"
+    return f"{case['engine']}, batch {case['batch']} x {case['length']}, {place(case)}"
+
+
+def place(case: Mapping[str, Any]) -> str:
+    """Where a case is timed."""
+    return f"{case['threads']} thread{'s' * (case['threads'] > 1)}" if case["device"] == "cpu" else case["device"]
 
 
 @contextlib.contextmanager

@@ -27,17 +27,25 @@ class Engine:
     """One way to run a model."""
 
     about: str
+    devices: tuple[str, ...]
+    """Where it runs."""
     missing: Callable[[], str | None]
     """What must be installed first, as a sentence; None where nothing is missing."""
     prepare: Callable[[nn.Module, tuple[Tensor, ...]], Call]
     """From a model in evaluation mode and example inputs to a call. May take a while, and may raise."""
 
 
-def engine(name: str) -> Engine:
-    """The engine of that name, if it can run here."""
+def engine(name: str, device: str = "cpu") -> Engine:
+    """The engine of that name, if it can run here, on that kind of device."""
     if name not in ENGINES:
         raise RankwiseError(
             f"An engine must be one of {', '.join(ENGINES)}, but is {name!r} instead.{nearest(name, ENGINES)}"
+        )
+    if device not in ENGINES[name].devices:
+        able = [other for other, entry in ENGINES.items() if device in entry.devices]
+        raise RankwiseError(
+            f"An engine for {device!r} must be one of {', '.join(able)}, but is {name!r} instead, which runs on "
+            f"{' and '.join(map(repr, ENGINES[name].devices))} alone."
         )
     if missing := ENGINES[name].missing():
         raise RankwiseError(f"The engine {name!r} cannot run here: {missing}")
@@ -50,6 +58,31 @@ def _plain(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
         return model(*inputs)
 
     return call
+
+
+def _graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    call, graph = _plain(model, inputs), torch.cuda.CUDAGraph()
+    # what is made in the first calls cannot be made while a graph is captured, and they need a stream of their own
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.graph(graph):
+            found = call()
+    except RuntimeError as error:
+        raise RankwiseError(
+            f"A model must leave the host out of its work to be captured as a graph, but {type(model).__name__} does "
+            f"not: {error}. Time it with the engine torch."
+        ) from error
+
+    def replay() -> object:
+        graph.replay()
+        return found
+
+    return replay
 
 
 def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -99,8 +132,9 @@ def _packages_missing(*names: str) -> Callable[[], str | None]:
 
 
 ENGINES: dict[str, Engine] = {
-    "torch": Engine("PyTorch as it is", lambda: None, _plain),
-    "compile": Engine("torch.compile", _compiler_missing, _compiled),
-    "onnx": Engine("ONNX Runtime", _packages_missing("onnx", "onnxscript", "onnxruntime"), _exported("onnx")),
-    "openvino": Engine("OpenVINO", _packages_missing("openvino"), _exported("openvino")),
+    "torch": Engine("PyTorch as it is", ("cpu", "cuda"), lambda: None, _plain),
+    "compile": Engine("torch.compile", ("cpu", "cuda"), _compiler_missing, _compiled),
+    "graph": Engine("PyTorch as a CUDA graph", ("cuda",), lambda: None, _graph),
+    "onnx": Engine("ONNX Runtime", ("cpu",), _packages_missing("onnx", "onnxscript", "onnxruntime"), _exported("onnx")),
+    "openvino": Engine("OpenVINO", ("cpu",), _packages_missing("openvino"), _exported("openvino")),
 }

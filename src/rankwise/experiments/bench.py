@@ -57,13 +57,13 @@ def find_models(folder: Path) -> Found:
     )
 
 
-def keep(found: Found, rows: list[dict[str, Any]], lines: list[str]) -> Path | None:
+def keep(found: Found, rows: list[dict[str, Any]], lines: list[str], device: str) -> Path | None:
     """Write rows and remarks into the run's record; where that is."""
     if found.record is None:
         return None
     record = read(found.record)
     assert record is not None
-    here = surroundings(torch.device("cpu"))
+    here = surroundings(torch.device(device))
     measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
     write(found.record, {**record, "bench": {"rows": rows, "remarks": lines, "measured": measured, **here}})
     return found.record
