@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         SPEC.build,
         {"budget": rw.Budget(megabytes=1), "method": "agp"},
         rw.BudgetError,
-        "agp keeps the shape of its matrices, so it cannot meet a budget in `megabytes`",
+        "`megabytes` needs matrices that shrink, but this method keeps their shape",
     ),
     "megabytes of mixed dtypes": (
         mixed,

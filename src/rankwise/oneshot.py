@@ -6,7 +6,6 @@ the model once for every few matrices, whose moments are all that is held beside
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from rankwise.adapters.readers import answer
 from rankwise.core.budget import Account, Budget, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
 from rankwise.core.choice import ranked_counts
+from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix
@@ -75,9 +75,9 @@ def compress(
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
     plan = planned(model, plan or find_plan(model), method)
     check_weights(model, plan)
-    account = account_of(model, plan, method, budget, trained=True)
+    account = account_of(model, plan, method, trained=True)
     limit = budget.resolve(account)
-    model = model if in_place else copy.deepcopy(model)
+    model = model if in_place else copied(model)
 
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:

@@ -10,25 +10,27 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.adapters import families
 from rankwise.adapters.generic import check_plan, find_plan, split_pairs
 from rankwise.adapters.readers import answer
 from rankwise.core import factorize
-from rankwise.core.budget import Account, Budget, SizeReport, count
+from rankwise.core.budget import Account, Budget, SizeReport, Storage, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
-from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, source
+from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, refusal, source
 from rankwise.core.surgery import install
-from rankwise.errors import BudgetError, PlanError, RankwiseError
+from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
 
 Init = Literal["svd", "whitened", "random"]
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""Where those modules are from that keep books of a model's parameters."""
 
 
 class Pruner:
@@ -72,7 +74,7 @@ class Pruner:
         check_weights(model, self.plan)
         trained = init != "random"
 
-        account = account_of(model, self.plan, self.method, budget, trained=trained)
+        account = account_of(model, self.plan, self.method, trained=trained)
         self.limit = budget.resolve(account)
         self.account = self.method.allot(account, self.limit, rank_multiple)
         factorizer = _factorizer(init, model, self.plan, calibration, seed)
@@ -177,31 +179,16 @@ class Pruner:
         return self.limit if budget is None else budget.resolve(self.account)
 
 
-def account_of(model: nn.Module, plan: Plan, method: Method, budget: Budget, *, trained: bool) -> Account:
+def account_of(model: nn.Module, plan: Plan, method: Method, *, trained: bool) -> Account:
     """The books of a model under a plan."""
-    itemsize, dtypes = 4, {p.dtype for p in model.parameters()}
-    if budget.megabytes is not None:
-        if method.counts_nonzeros:
-            raise BudgetError(
-                f"{method.name} keeps the shape of its matrices, so it cannot meet a budget in `megabytes`. "
-                "Ask for non-zero weights with `params` or `removed`, or choose another method."
-            )
-        if budget.dtype is None and len({dtype.itemsize for dtype in dtypes}) > 1:
-            raise BudgetError(
-                "`megabytes` needs one export dtype, but the model's parameters are of "
-                f"{', '.join(sorted(map(str, dtypes)))}. Pass `dtype`, as in Budget(megabytes=16, dtype=torch.float16)."
-            )
-        itemsize = (budget.dtype or next(iter(dtypes))).itemsize
     saved = set(model.state_dict())
-    buffers = sum(_saved_bytes(b, budget) for name, b in model.named_buffers() if name in saved)
-    overhead = sum(method.overhead_bytes(site) for site in plan.sites)
+    storage = Storage(
+        dtypes=frozenset(p.dtype for p in model.parameters()),
+        buffers=tuple((b.numel(), b.dtype) for name, b in model.named_buffers() if name in saved),
+        overhead=sum(method.overhead_bytes(site) for site in plan.sites),
+    )
     curves = tuple(method.curve(site, trained=trained) for site in plan.sites)
-    return Account(count(model), plan.params, curves, itemsize, buffers + overhead)
-
-
-def _saved_bytes(buffer: Tensor, budget: Budget) -> int:
-    dtype = budget.dtype if budget.dtype is not None and buffer.is_floating_point() else buffer.dtype
-    return buffer.numel() * dtype.itemsize
+    return Account(count(model), plan.params, curves, None if method.counts_nonzeros else storage)
 
 
 def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
@@ -212,7 +199,7 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
         check_plan(model, plan)
     if method.splits_pairs:
         plan = split_pairs(plan)
-    reasons = {site: reason for site in plan.sites if (reason := method.refuses(site)) is not None}
+    reasons = {site: reason for site in plan.sites if (reason := method.refuses(site) or refusal(model, site))}
     kept = [site for site in plan.sites if site not in reasons]
     left_out = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
     taken = Plan(tuple(kept), (*plan.left_out, *left_out))
@@ -238,6 +225,13 @@ def check_arguments(
     """Refuse what no method can work with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+    for name, module in model.named_modules():
+        # FSDP's second version makes a subclass of each
+        if any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__):
+            raise PlanError(
+                f"`model` must be gated before it is wrapped for several devices, but {name or 'it'} is a "
+                f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
+            )
     if not isinstance(budget, Budget):
         raise TypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
     if init not in ("svd", "whitened", "random"):

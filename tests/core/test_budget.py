@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise import Budget, BudgetError, SizeReport, count
-from rankwise.core.budget import Account, CostCurve
+from rankwise.core.budget import Account, CostCurve, Storage
 
-ACCOUNT = Account(dense=1000, prunable=900, curves=(CostCurve(10, 90, 900),), itemsize=4, buffer_bytes=8)
+ACCOUNT = Account(dense=1000, prunable=900, curves=(CostCurve(10, 90, 900),), storage=Storage(overhead=8))
 
 
 @given(st.integers(1, 10**12), st.integers(1, 9999))
@@ -50,6 +53,14 @@ def test_each_unit_resolves_to_parameters() -> None:
 def test_a_malformed_budget_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(BudgetError, match=message):
         Budget(**arguments)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64, Fraction])
+def test_numbers_of_other_libraries_are_numbers(kind: type) -> None:
+    assert Budget(params=kind(640)).resolve(ACCOUNT) == 640
+    if kind is not np.int64:
+        assert Budget(removed=kind(0.5)).resolve(ACCOUNT) == 500
+        assert Budget(megabytes=kind(0.5)).resolve(ACCOUNT) == (500_000 - 8) // 4
 
 
 def test_a_budget_that_is_no_number_is_refused() -> None:

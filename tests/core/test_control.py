@@ -1,11 +1,12 @@
-"""Ranks at which gated pairs are multiplied on a GPU."""
+"""Where components lie in one flat vector, and the ranks at which gated pairs are multiplied on a GPU."""
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.core.control import RANKS, filled
+from rankwise.core.control import RANKS, Layout, filled
 from rankwise.core.gates import FEW
 
 Gates = list[tuple[int, int, int | None]]
@@ -46,3 +47,14 @@ def test_a_rank_set_anew_has_room(found: Gates) -> None:
     more = [min(number + RANKS // 2, size) for number, size in zip(numbers, sizes, strict=True)]
     if None not in ranks:
         assert filled(more, sizes, ranks, exact=False) == ranks
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5))
+def test_sums_are_those_of_the_parts(sizes: list[int]) -> None:
+    flat = torch.arange(1.0, sum(sizes) + 1)
+    assert Layout(sizes).sums(flat).tolist() == [float(part.sum()) for part in flat.split(sizes)]
+
+
+def test_a_layout_of_single_weights_takes_no_memory_of_their_number() -> None:
+    # a row of indices as long as the largest matrix for every one would be 8 TB
+    assert Layout([10**9, *[1] * 999]).total == 10**9 + 999

@@ -134,14 +134,13 @@ def look_ahead(
 ) -> Outlook:
     """Plan the model and choose uniform ranks within the budget; changes nothing."""
     from rankwise.adapters.generic import find_plan
-    from rankwise.core.budget import Budget, count
     from rankwise.core.choice import uniform_counts
     from rankwise.methods.gatings import MagnitudeGates, UniformRanks
     from rankwise.methods.representations import InputFeatures, SingleWeights
     from rankwise.pruner import account_of, planned
 
     found = planned(model, find_plan(model, include, exclude), method)
-    account = account_of(model, found, method, budget or Budget(params=count(model)), trained=True)
+    account = account_of(model, found, method, trained=True)
     limit = budget.resolve(account) if budget is not None else None
     counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None
     rows = []

@@ -6,6 +6,7 @@ Paper: section 4.3 (t, the target size) and the compression convention of sectio
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -57,6 +58,35 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """What a model's tensors are saved as."""
+
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+    """Of the parameters."""
+    buffers: tuple[tuple[int, torch.dtype], ...] = ()
+    """Number of elements and dtype of each."""
+    overhead: int = 0
+    """Bytes that exported matrices save beside their parameters."""
+
+    def itemsize(self, dtype: torch.dtype | None) -> int:
+        """Bytes of one parameter exported in `dtype`, or in its own."""
+        if dtype is None and len({own.itemsize for own in self.dtypes}) > 1:
+            raise BudgetError(
+                "`megabytes` needs one export dtype, but the model's parameters are of "
+                f"{', '.join(sorted(map(str, self.dtypes)))}. Pass `dtype`, as in Budget(megabytes=16, "
+                "dtype=torch.float16)."
+            )
+        return (dtype or next(iter(self.dtypes))).itemsize
+
+    def beside(self, dtype: torch.dtype | None) -> int:
+        """Bytes of what is saved beside the parameters."""
+        sizes = (
+            n * (dtype if dtype is not None and own.is_floating_point else own).itemsize for n, own in self.buffers
+        )
+        return sum(sizes) + self.overhead
+
+
+@dataclass(frozen=True)
 class Account:
     """The books of one model: what it held before pruning, and what each planned matrix costs at each rank."""
 
@@ -65,10 +95,8 @@ class Account:
     prunable: int
     """Those of them that stand in planned matrices: the paper's reference for *removed*."""
     curves: tuple[CostCurve, ...]
-    itemsize: int = 4
-    """Bytes of one exported parameter."""
-    buffer_bytes: int = 0
-    """Bytes of what is saved beside the parameters."""
+    storage: Storage | None = Storage()
+    """None where sizes count non-zero weights: matrices keep their shape, and bytes do not shrink."""
 
     @property
     def fixed(self) -> int:
@@ -114,8 +142,11 @@ class Budget:
                 f"A budget takes exactly one of {_listed(GOALS)}, but got {said}. Example: Budget(removed=0.8)."
             )
         ((name, value),) = given.items()
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
+        # numbers of numpy are written in other ways
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        object.__setattr__(self, name, value)
         if name == "removed" and not 0 < value < 1:
             hint = (
                 f" Did you mean removed={value / 100:g}?"
@@ -149,13 +180,22 @@ class Budget:
             limit = account.dense - math.ceil(Fraction(repr(self.removed)) * whole)
         elif self.megabytes is not None:
             saved = math.floor(Fraction(repr(self.megabytes)) * 10**6)
-            limit = (saved - account.buffer_bytes) // account.itemsize
+            storage = self._storage(account)
+            limit = (saved - storage.beside(self.dtype)) // storage.itemsize(self.dtype)
         else:
             assert self.params is not None
             limit = int(self.params)
         if limit < account.fixed:
             raise BudgetError(self._too_small(limit, account))
         return limit
+
+    def _storage(self, account: Account) -> Storage:
+        if account.storage is None:
+            raise BudgetError(
+                "`megabytes` needs matrices that shrink, but this method keeps their shape and counts non-zero "
+                "weights. Ask for those with `params` or `removed`, or choose another method."
+            )
+        return account.storage
 
     def _too_small(self, limit: int, account: Account) -> str:
         floor = account.fixed
@@ -164,7 +204,8 @@ class Budget:
             f"but asks for {max(limit, 0):,} of {account.dense:,}. "
         )
         if self.megabytes is not None:
-            smallest = (floor * account.itemsize + account.buffer_bytes) / 10**6
+            storage = self._storage(account)
+            smallest = (floor * storage.itemsize(self.dtype) + storage.beside(self.dtype)) / 10**6
             return text + f"The smallest size is megabytes={smallest:g}; raise the budget or add modules to the plan."
         removed = math.floor((1 - floor / account.dense) * 10**4) / 10**4
         return text + f"Remove at most {removed:g} of the model, or add modules to the plan."

@@ -34,16 +34,18 @@ class Layout:
         self.sizes = list(sizes)
         self.total = sum(self.sizes)
         self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        widest = torch.arange(max(self.sizes, default=0))
-        rows = torch.tensor(self.starts).unsqueeze(1) + widest
-        # a row per gate, filled up with the index of a zero: sums in a fixed order on every device
-        self.rows = torch.where(widest < torch.tensor(self.sizes).unsqueeze(1), rows, self.total)
-        # the start of each component's gate; made when it is asked for, as single weights are many
+        # both are made when they are asked for, as single weights are many
+        self.rows: Tensor | None = None
+        """A row of indices per gate, filled up with that of a zero: sums in a fixed order on every device."""
         self.start_of: Tensor | None = None
+        """The start of each component's gate."""
 
     def sums(self, flat: Tensor) -> Tensor:
         """The sum over each gate's components."""
-        self.rows = self.rows.to(flat.device)
+        if self.rows is None or self.rows.device != flat.device:
+            widest = torch.arange(max(self.sizes, default=0))
+            rows = torch.tensor(self.starts).unsqueeze(1) + widest
+            self.rows = torch.where(widest < torch.tensor(self.sizes).unsqueeze(1), rows, self.total).to(flat.device)
         return torch.cat([flat, flat.new_zeros(1)])[self.rows].sum(1)
 
     def open_first(self, z: Tensor, out: Tensor | None) -> Tensor:
@@ -90,7 +92,7 @@ class Controller(State, ABC):
         self.rank_multiple = rank_multiple
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = Layout([matrix.gate.num_components for matrix in matrices])
-        self._step = 0
+        self._step, self._version = 0, self.steps._version
         self._drawn = self._standing = False
         self._index: Tensor | None = None
         """The components in the order of `Layout.open_first`, always in the same memory."""
@@ -154,6 +156,7 @@ class Controller(State, ABC):
                 gate.z.grad = None
         self._step += 1
         self.steps.fill_(self._step)
+        self._version = self.steps._version
         if not was_frozen:
             self._drawn = self._standing = False
         self.make_ready(evaluation=False)
@@ -165,6 +168,10 @@ class Controller(State, ABC):
 
     def make_ready(self, *, evaluation: bool) -> None:
         """Make the masks that are about to be used, unless they stand already."""
+        # as averages of weights do; buffers that ranks send each other before every step stay as they are
+        is_overwritten = self.steps._version != self._version
+        if is_overwritten and (evaluation or not (dist.is_available() and dist.is_initialized())):
+            self.outdate()
         if self._standing if evaluation else self._drawn:
             return
         # outside inference mode, whose tensors a later backward pass could not use
@@ -179,6 +186,7 @@ class Controller(State, ABC):
     def outdate(self) -> None:
         """Forget every mask: the state they were made from was loaded or moved."""
         self._drawn = self._standing = False
+        self._version = self.steps._version
         if not self.steps.is_meta:
             self._step = int(self.steps)
 

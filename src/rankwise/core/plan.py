@@ -119,6 +119,14 @@ def source(model: nn.Module, site: Site) -> Source:
     return Source(weight.t() if use.kind == "conv1d" else weight, requires_grad=weight.requires_grad)
 
 
+def refusal(model: nn.Module, site: Site) -> str | None:
+    """Why the weights of `site` cannot be pruned together, or None if they can."""
+    found = source(model, site)
+    if found.p_OR is None or found.q_RI is None or found.p_OR.requires_grad == found.q_RI.requires_grad:
+        return None
+    return "one of its two layers is frozen, and components have a part in both: freeze both, or neither"
+
+
 def get_module(model: nn.Module, use: Use) -> nn.Module:
     """The module of `model` that `use` names."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from rankwise.core.copies import hooks
 from rankwise.core.layers import GatedEmbedding, GatedLayer, GatedLinear
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, pair
@@ -28,7 +29,7 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
 def become(module: nn.Module, other: nn.Module) -> None:
     """Turn `module` into `other`, keeping its identity, its mode and its hooks."""
     other.train(module.training)
-    kept = {name: value for name, value in module.__dict__.items() if "_hooks" in name}
+    kept = hooks(module)
     module.__class__ = other.__class__
     module.__dict__ = {**other.__dict__, **kept}
 

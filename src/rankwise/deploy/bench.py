@@ -6,7 +6,6 @@ All models of a case take turns, so a slow spell of the machine meets them all.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
+from rankwise.core.copies import copied
 from rankwise.deploy.engines import engine
 from rankwise.deploy.measure import time_together
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
@@ -120,7 +120,7 @@ def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> 
 
 def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
     """Likewise."""
-    plain: Variants = {(name, "float32"): copy.deepcopy(model).cuda().eval() for name, model in models.items()}
+    plain: Variants = {(name, "float32"): copied(model).cuda().eval() for name, model in models.items()}
     return plain | {(name, "bfloat16"): Autocast(model) for (name, _), model in plain.items()}, {}
 
 

@@ -69,7 +69,7 @@ def compress_saved(
     target = Path(out).resolve()
     check_target(target, overwrite)
     plan = plan_of(model, embeddings=embeddings, exclude=exclude)
-    account = account_of(model, plan, Svd(layout=layout), budget, trained=True)
+    account = account_of(model, plan, Svd(layout=layout), trained=True)
     data = {} if calibration is None else _data(model, calibration, vocabulary)
     compress(model, budget, plan=plan, layout=layout, in_place=True, **data)
     save(model, target, overwrite=overwrite)

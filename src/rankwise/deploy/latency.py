@@ -7,7 +7,6 @@ inputs of the example's shapes, and for uniform ranks; a run that shares the sam
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, count
+from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
@@ -129,7 +129,7 @@ class _Search:
     def _pruner(self, limit: int, plan: Plan) -> Pruner:
         # random factors: how fast a model is does not depend on what it says
         return Pruner(
-            copy.deepcopy(self.model),
+            copied(self.model),
             Budget(params=limit),
             "fac",
             plan,

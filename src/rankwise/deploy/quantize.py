@@ -5,7 +5,6 @@ int8 layers: `rankwise.kernels.int8.layer`. Shapes: B = any batch dimensions, I 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters.readers import readers
+from rankwise.core.copies import copied
 from rankwise.errors import RankwiseError
 from rankwise.kernels.int8.layer import Int8Linear, can_multiply_bytes
 
@@ -75,14 +75,12 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
                 f"{what} needs a model on the CPU, but {name} is on {parameter.device} instead. Move it: model.cpu()."
             )
     read = readers(model)
-    layers = {id(m): m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and id(m) not in read}
+    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and id(m) not in read]
     if not layers:
         raise RankwiseError(
             f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be."
         )
-    # what is already copied, `deepcopy` takes as it is: so tied layers stay one
-    copies: dict[int, object] = {key: make(layer) for key, layer in layers.items()}
-    quantized: nn.Module = copy.deepcopy(model, copies)
+    quantized = copied(model, instead={layer: make(layer) for layer in layers})
     if can_multiply_bfloat16():
         for module in quantized.modules():
             if hasattr(module, "inference_dtype"):

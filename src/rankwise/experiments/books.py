@@ -28,7 +28,7 @@ def sizes(experiment: Experiment, outcome: Outcome, small: nn.Module, num_words:
     else:
         model = _fresh(experiment, num_words)
         plan = planned(model, find_plan(model, exclude=experiment.exclude), experiment.method)
-        account = account_of(model, plan, experiment.method, experiment.budget, trained=True)
+        account = account_of(model, plan, experiment.method, trained=True)
         report = SizeReport.of(small, account, experiment.budget)
     return {
         "parameters": report.exported,

@@ -26,7 +26,7 @@ def outline(experiment: AnyExperiment) -> Outline:
     if experiment.budget is not None:
         method = experiment.method
         trained = experiment.init != "random"
-        account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=trained)
+        account = account_of(model, planned(model, plan, method), method, trained=trained)
         exported = experiment.budget.resolve(account)
     phases = [phase for phase in (experiment.base, experiment.training) if phase is not None]
     published = PUBLISHED.get(experiment.corpus.name.removesuffix("-words"))

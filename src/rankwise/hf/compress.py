@@ -58,7 +58,7 @@ def compress_pretrained(
         trim()
     found = load_model(model)
     plan = plan_of(found, embeddings=embeddings, exclude=exclude)
-    account = account_of(found, plan, Svd(layout=layout), budget, trained=True)
+    account = account_of(found, plan, Svd(layout=layout), trained=True)
     data: dict[str, Any] = {}
     if calibration is not None and windows is not None:
         _check_windows(found, windows)

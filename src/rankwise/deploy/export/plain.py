@@ -5,12 +5,11 @@ Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, D = width, 
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.errors import CheckpointError
@@ -24,7 +23,7 @@ def plain(model: nn.Module) -> nn.Module:
     """A copy of `model` in evaluation mode that shares its weights, its layers exchanged where engines need it."""
     _check(model)
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    made: nn.Module = copy.deepcopy(model, memo).eval()
+    made = copied(model, memo).eval()
     for module in list(made.modules()):
         instead = _instead(module)
         if instead is not None:

@@ -25,6 +25,6 @@ def compress_at_once(
     data: dict[str, Any] = {}
     if calibration is not None:
         data = {"calibration": calibration, "loss": sampled_loss(experiment.seed)}
-    account = account_of(model, planned(model, plan, method), method, budget, trained=True)
+    account = account_of(model, planned(model, plan, method), method, trained=True)
     small = compress(model, budget, plan=plan, layout=method.layout, **data)
     return small, SizeReport.of(small, account, budget)

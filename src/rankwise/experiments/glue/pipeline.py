@@ -6,7 +6,6 @@ weights are the ones that are exported.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from rankwise.adapters.targets import target_plan
 from rankwise.core.budget import Budget, count
+from rankwise.core.copies import copied
 from rankwise.core.plan import Plan
 from rankwise.data.glue.tasks import task_named
 from rankwise.errors import RankwiseError
@@ -120,7 +120,7 @@ def _check(experiment: GlueExperiment, model: nn.Module) -> None:
     """Refuse a budget out of reach: here, not after the base is trained."""
     if experiment.budget is not None:
         plan, method = _plan(experiment, model), experiment.method
-        account = account_of(model, planned(model, plan, method), method, experiment.budget, trained=True)
+        account = account_of(model, planned(model, plan, method), method, trained=True)
         for budget in _budgets(experiment, experiment.budget):
             budget.resolve(account)
 
@@ -194,7 +194,7 @@ def _loss(experiment: GlueExperiment, base: nn.Module) -> Loss:
     """What a model that comes from the base is trained by."""
     if experiment.distillation is None:
         return _own_loss
-    return distillation_loss(copy.deepcopy(base), experiment.distillation)
+    return distillation_loss(copied(base), experiment.distillation)
 
 
 def _along_the_ramp(

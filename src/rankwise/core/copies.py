@@ -1,0 +1,47 @@
+"""Copies of models, of those too that keep what they have computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def copied(
+    model: Model, memo: Mapping[int, object] | None = None, instead: Mapping[nn.Module, nn.Module] | None = None
+) -> Model:
+    """A copy of `model`.
+
+    Tensors that modules have computed and kept, such as old-style weight norm's or a recurrent state, are copied
+    without what they were computed from: as they are, torch does not copy them.
+
+    Args:
+        memo: what counts as copied already, by the id of the original, as in `copy.deepcopy`.
+        instead: modules of the copy in place of the model's own, whose hooks they get.
+    """
+    made = {id(tensor): tensor.detach().clone() for module in model.modules() for tensor in _computed(vars(module))}
+    given = {id(own): other for own, other in (instead or {}).items()}
+    known: dict[int, object] = {**made, **(memo or {}), **given}
+    for own, other in (instead or {}).items():
+        vars(other).update(copy.deepcopy(hooks(own), known))
+    return copy.deepcopy(model, known)
+
+
+def _computed(value: object, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors with a history in a value and in what it holds."""
+    if isinstance(value, Tensor):
+        if not value.is_leaf:
+            yield value
+    elif isinstance(value, Mapping | list | tuple | set) and id(value) not in around:
+        held: Iterable[object] = value.values() if isinstance(value, Mapping) else value
+        for part in held:
+            yield from _computed(part, (*around, id(value)))
+
+
+def hooks(module: nn.Module) -> dict[str, object]:
+    """The part of a module's `__dict__` that others have hung on it."""
+    return {name: value for name, value in vars(module).items() if "_hook" in name}
