@@ -17,7 +17,9 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise import oneshot
 from rankwise.adapters.generic import find_plan
+from rankwise.core import factorize
 from rankwise.core.calibrate import calls, output_weights, second_moments
+from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
 
 
@@ -108,6 +110,93 @@ def test_words_are_weighed_by_the_gradients_where_they_stand() -> None:
     model, tokens = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)), torch.tensor([[1, 2], [1, 5]])
     weights = output_weights(model, find_plan(model), [tokens], cross_entropy)["0"]
     assert (weights > 0).tolist() == [False, True, True, False, False, True, False, False, False]
+
+
+class Aside(nn.Module):
+    """Two layers and a third that reads what they give, beside the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.second(torch.relu(self.first(x)))
+        return h, self.aside(h)
+
+
+def rank(layer: nn.Module) -> int:
+    """Of a plain layer, or of the pair that it has become."""
+    return min(min(part.weight.shape) for part in layer.modules() if isinstance(part, nn.Linear))
+
+
+@given(st.integers(-20, 20), st.sampled_from([None, 0.0, 1e-6]))
+@settings(max_examples=10)
+def test_what_the_loss_does_not_depend_on_gives_way_at_any_scale_of_the_loss(power: int, share: float | None) -> None:
+    """Unused, used with a weight of zero, or next to nothing: ranks are the same, and those of the answer alone."""
+    torch.manual_seed(0)
+    model, x = Aside(), torch.randn(64, 32)
+    want = torch.randn(64, 32)
+
+    def loss(output: tuple[Tensor, Tensor]) -> Tensor:
+        error = (output[0] - want).square().sum()
+        return 2.0**power * (error if share is None else error + share * output[1].sum())
+
+    small = rw.compress(model, rw.Budget(removed=0.5), [x], loss=loss)
+    assert rank(small.aside) == 0
+    alone = rw.compress(
+        nn.Sequential(model.first, nn.ReLU(), model.second),
+        rw.Budget(params=rw.count(small)),
+        [x],
+        loss=lambda output: (output - want).square().sum(),
+    )
+    assert (rank(small.first), rank(small.second)) == (rank(alone[0]), rank(alone[2]))
+
+
+def test_what_the_loss_does_not_depend_on_fills_what_is_left() -> None:
+    """Its components are those of the data: there is nothing to weigh outputs by."""
+    model, x = Aside(), torch.randn(64, 32)
+    budget = rw.Budget(params=32 * 32 * 2 + 8 * 64)
+    small = rw.compress(model, budget, [x], loss=lambda output: 1e-6 * output[0].square().sum())
+    assert [rank(layer) for layer in small.children()] == [32, 32, 8]
+    h = model(x)[0].detach()
+    factors = factorize.svd(model.aside.weight, 8, Moments(h.t() @ h / len(h)))
+    want = h @ (factors.p_OR @ factors.q_RI).t()
+    torch.testing.assert_close(small.aside(h), want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_loss_that_depends_on_nothing_is_refused() -> None:
+    with pytest.raises(rw.DataError, match="`loss` must depend on the matrices of the plan, but no batch gives any"):
+        rw.compress(Aside(), rw.Budget(removed=0.5), [torch.randn(4, 32)], loss=lambda output: 0 * output[0].sum())
+
+
+class Words(nn.Module):
+    """A table of words that a head shares, beside the answer, or does not."""
+
+    def __init__(self, *, tied: bool, by_name: bool = False) -> None:
+        super().__init__()
+        self.table, self.head, self.answer = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False), nn.Linear(4, 3)
+        self.by_name = by_name
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.table(input=tokens) if self.by_name else self.table(tokens)
+        h += 1.0
+        return self.answer(h), self.head(h)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_tied_table_of_which_the_loss_hears_only_the_words_is_weighed_by_them(by_name: bool) -> None:
+    tied, untied = Words(tied=True, by_name=by_name), Words(tied=False)
+    untied.load_state_dict(tied.state_dict())
+    tokens = torch.tensor([[1, 2], [1, 5]])
+    found, want = (
+        output_weights(model, find_plan(model), [tokens], lambda output: cross_entropy(output[0]))
+        for model in (tied, untied)
+    )
+    assert want["table"].any()
+    assert torch.equal(found["table"], want["table"])
+    assert not want["head"].any()
 
 
 def test_moments_stop_after_the_last_use() -> None:

@@ -81,7 +81,8 @@ def compress(
 
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:
-        data.weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         trim()
     counts = _choose(model, method, account, limit, rank_multiple, data)
     for site, moments in data.moments():
@@ -99,6 +100,7 @@ class _Data:
     def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None) -> None:
         self.model, self.plan, self.batches = model, plan, batches
         self.weights: dict[str, Tensor] = {}
+        """Of the sites on which the loss depends; empty without a loss."""
         self.calls = calls(model, plan, batches[0]) if batches else {}
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
@@ -143,7 +145,10 @@ def _choose(
     scores: dict[str, Tensor] = {}
     for site, moments in data.moments():
         curve = curves[site.name]
-        energy = factorized(source(model, site), curve.num_components, moments).energy_R
+        if data.weights and site.name not in data.weights:
+            energy = torch.zeros(curve.num_components, dtype=torch.float64)
+        else:
+            energy = factorized(source(model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         trim()
     ordered = [scores[name] for name in curves]

@@ -41,7 +41,7 @@ def second_moments(
 
     def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal seen
-        uses[name](next(iter((*args, *kwargs.values()))))
+        uses[name](_first(args, kwargs))
         if last is not None and name == last[0]:
             seen += 1
             if seen == last[1]:
@@ -80,7 +80,7 @@ def calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
 def output_weights(
     model: nn.Module, plan: Plan, batches: Iterable[Any], loss: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """How much the loss depends on each output of each site: E[(dL/dy)^2], by the site's name.
+    """How much the loss depends on each output of each site that batches reach: E[(dL/dy)^2], by the site's name.
 
     In the second order, with outputs taken as independent, an error e of the outputs raises the loss by half of
     sum_o E[(dL/dy_o)^2] e_o^2: the diagonal of the Fisher information. So errors of all matrices are in one unit.
@@ -88,12 +88,15 @@ def output_weights(
     Args:
         loss: of what the model returns for a batch.
     """
-    sums: dict[str, Tensor] = {}
-    handles = []
-    for site in plan.sites:
-        # a table of words that is an output layer too is weighed as that
-        uses = [use for use in site.uses if not use.is_embedding] or site.uses
-        handles += [get_module(model, use).register_forward_hook(_weighing(site, use, sums)) for use in uses]
+    words: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    handles = [
+        get_module(model, use).register_forward_hook(
+            _weighing(site, use, words if use.is_embedding else outputs), with_kwargs=True
+        )
+        for site in plan.sites
+        for use in site.uses
+    ]
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in wanted:
@@ -106,26 +109,37 @@ def output_weights(
             parameter.requires_grad_(asked)
         for handle in handles:
             handle.remove()
-    for name, squares in sums.items():
-        if not torch.isfinite(squares).all():
+    # a table of words that is an output layer too is weighed as that, if the loss depends on it there
+    weights = {**outputs, **words, **{name: rows for name, rows in outputs.items() if rows.any()}}
+    for name, rows in weights.items():
+        if not torch.isfinite(rows).all():
             raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
-    return sums
+    if not any(rows.any() for rows in weights.values()):
+        raise DataError(
+            "`loss` must depend on the matrices of the plan, but no batch gives any of them a gradient. Check what it "
+            "is computed from, or leave it out."
+        )
+    return weights
 
 
 def _weighing(site: Site, use: Use, sums: dict[str, Tensor]) -> Callable[..., Tensor]:
-    """A hook that adds the squared gradients of what a use gives to those of its site."""
+    """A hook that adds the squared gradients of what a use gives to those of its site, which begin as zeros."""
 
-    def see(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if not output.numel():
+            return output
+        sums.setdefault(site.name, output.new_zeros(site.shape[0], dtype=torch.float32))
+
         def add(grad: Tensor) -> None:
             squares = grad.detach().reshape(-1, grad.shape[-1]).float().square()
             if use.is_embedding:
-                rows = squares.new_zeros(site.shape[0]).index_add_(0, args[0].flatten(), squares.mean(1))
+                words = _first(args, kwargs).flatten()
+                sums[site.name] += squares.new_zeros(site.shape[0]).index_add_(0, words, squares.mean(1))
             else:
-                rows = squares.sum(0)
-            sums[site.name] = sums[site.name] + rows if site.name in sums else rows
+                sums[site.name] += squares.sum(0)
 
-        # the first ones begin the graph: no parameter asks for a gradient
-        output = output if output.requires_grad else output.requires_grad_()
+        # the first ones begin the graph, since no parameter asks for a gradient; a copy may be changed in place
+        output = output if output.requires_grad else output.requires_grad_().clone()
         output.register_hook(add)  # type: ignore[no-untyped-call]
         return output
 
@@ -175,6 +189,12 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer is called with, by place or by name."""
+    first: Tensor = next(iter((*args, *kwargs.values())))
+    return first
 
 
 class _Sums:
