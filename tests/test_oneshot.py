@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -217,6 +218,82 @@ def test_moments_stop_after_the_last_use() -> None:
     assert all(torch.equal(stopped[name].inputs_II, whole[name].inputs_II) for name in whole)
 
 
+class Experts(nn.Module):
+    """Each batch is read by the expert that its first number chooses, then by a layer for all."""
+
+    def __init__(self, num_experts: int = 2) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(num_experts))
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.experts[int(x.flatten()[0])](x)))
+
+
+class Twice(nn.Module):
+    """A matrix of which the second use is for batches that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.second(h) if x.flatten()[0] > 0 else h
+
+
+def chosen(expert: int, seed: int = 0) -> Tensor:
+    """A batch for an expert, of few directions."""
+    generator = torch.Generator().manual_seed(100 * seed + expert)
+    x = torch.randn(64, 4, generator=generator) @ torch.randn(4, 24, generator=generator)
+    x[0, 0] = expert
+    return x
+
+
+@pytest.mark.parametrize("least_bytes", [0, 2**24])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1)])
+@pytest.mark.parametrize("make", [Experts, Twice])
+def test_every_matrix_is_measured_on_every_batch_that_reaches_it(
+    make: type[nn.Module], order: tuple[int, ...], least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oneshot, "SHARE", 0.0)
+    monkeypatch.setattr(oneshot, "LEAST_BYTES", least_bytes)
+    model, batches = make(), [chosen(expert, seed) for seed, expert in enumerate(order)]
+    data = oneshot._Data(model, find_plan(model), batches)
+    found = {site.name: moments.inputs_II for site, moments in data.moments() if moments is not None}
+    want = second_moments(model, find_plan(model), batches, dtype=torch.float32)
+    assert found.keys() == want.keys()
+    for name, moments in want.items():
+        torch.testing.assert_close(found[name], moments.inputs_II)
+
+
+def test_the_order_of_batches_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    model, batches = Experts(3), [chosen(expert) for expert in range(3)]
+    for order in permutations(batches):
+        small = rw.compress(model, rw.Budget(removed=0.4), order)
+        for x in batches:
+            assert (small(x) - model(x)).norm() < 0.05 * model(x).norm()
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_what_no_batch_reaches_is_named(weighed: bool) -> None:
+    model, batches = Experts(3), [chosen(0), chosen(1)]
+    with pytest.warns(UserWarning, match=r"should be reached by a batch .*, but these are not: experts.2\. .* exclude"):
+        small = rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy if weighed else None)
+    # with a loss it costs nothing; without one it has its share, by its weights alone
+    assert (rank(small.experts[2]) == 0) == weighed
+    x = chosen(0)
+    assert (small(x) - model(x)).norm() < 0.05 * model(x).norm()
+
+
+def test_what_no_batch_of_the_loss_reaches_is_named() -> None:
+    model, batches = Experts(2), [chosen(0), chosen(1)]
+    with pytest.warns(UserWarning, match=r"but these are not: experts\.1\."):
+        rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy, loss_batches=batches[:1])
+
+
 def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a group per matrix, each is whitened by data that went through the compressed model before it."""
     monkeypatch.setattr(oneshot, "SHARE", 0.0)
@@ -268,6 +345,11 @@ def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch:
 def test_a_loss_without_data_is_refused() -> None:
     with pytest.raises(rw.RankwiseError, match="`loss` must go with `calibration`, but there is none"):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), loss=cross_entropy)
+
+
+def test_calibration_without_a_batch_is_refused() -> None:
+    with pytest.raises(rw.DataError, match="`calibration` must hold at least one batch, but is empty"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), [])
 
 
 def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_alone() -> None:

@@ -6,6 +6,7 @@ the model once for every few matrices, whose moments are all that is held beside
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -83,8 +84,10 @@ def compress(
     if loss is not None:
         weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
         data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
+        data.unreached = {site.name for site in plan.sites if site.name not in weights}
         trim()
     counts = _choose(model, method, account, limit, rank_multiple, data)
+    _warn_of_unreached([site for site in plan.sites if site.name in data.unreached])
     for site, moments in data.moments():
         _shrink(model, site, method, counts[site.name], moments, budget.dtype)
     answer(model)
@@ -101,6 +104,7 @@ class _Data:
         self.model, self.plan, self.batches = model, plan, batches
         self.weights: dict[str, Tensor] = {}
         """Of the sites on which the loss depends; empty without a loss."""
+        self.unreached: set[str] = set()
         self.calls = calls(model, plan, batches[0]) if batches else {}
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
@@ -111,22 +115,32 @@ class _Data:
             yield from ((site, None) for site in self.plan.sites)
             return
         for group in self._groups():
-            uses = {use.name for site in group for use in site.uses}
-            last = next(((name, self.calls[name]) for name in reversed(self.calls) if name in uses), None)
-            if last is None:
-                yield from ((site, None) for site in group)
-                continue
-            found = second_moments(self.model, Plan(tuple(group)), self.batches, last=last, dtype=torch.float32)
+            found = second_moments(
+                self.model, Plan(tuple(group)), self.batches, last=self._last(group), dtype=torch.float32
+            )
             for site in group:
                 moments = found.pop(site.name)
+                if moments.inputs_II is None and moments.rows_O is None:
+                    self.unreached.add(site.name)
                 if site.name in self.weights:
                     moments = replace(moments, rows_O=self.weights[site.name])
                 yield site, moments
             trim()
 
+    def _last(self, group: Sequence[Site]) -> tuple[str, int] | None:
+        """The use behind which a batch may stop; None if the first batch does not call all of them."""
+        uses = {use.name for site in group for use in site.uses}
+        if not uses <= self.calls.keys():
+            return None
+        return next((name, number) for name, number in reversed(self.calls.items()) if name in uses)
+
     def _groups(self) -> Iterator[list[Site]]:
         place = {name: i for i, name in enumerate(self.calls)}
-        order = sorted(self.plan.sites, key=lambda site: max(place.get(use.name, -1) for use in site.uses))
+
+        def last_place(site: Site) -> int:
+            return max((place[use.name] for use in site.uses if use.name in place), default=len(place))
+
+        order = sorted(self.plan.sites, key=last_place)
         group: list[Site] = []
         for site in order:
             if group and moment_bytes([*group, site], torch.float32) > self.room:
@@ -154,6 +168,18 @@ def _choose(
     ordered = [scores[name] for name in curves]
     chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
     return dict(zip(curves, chosen, strict=True))
+
+
+def _warn_of_unreached(sites: Sequence[Site]) -> None:
+    if not sites:
+        return
+    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
+    warnings.warn(
+        "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, but "
+        f"these are not: {', '.join(str(site) for site in sites[:8])}{more}. Nothing says what they are worth: add "
+        "batches that reach them, or exclude them from the plan.",
+        stacklevel=3,
+    )
 
 
 def _shrink(

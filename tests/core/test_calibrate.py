@@ -97,6 +97,14 @@ def test_a_layer_that_the_data_never_reach_has_no_moments() -> None:
     assert moment.rows_O is None
 
 
+def test_a_layer_that_is_called_without_a_row_has_no_moments() -> None:
+    """As an expert is that no word has chosen."""
+    for model, x in ((nn.Linear(6, 6), torch.randn(0, 6)), (nn.Embedding(6, 6), torch.zeros(0, dtype=torch.long))):
+        (moment,) = moments_of(model, [x]).values()
+        assert moment.inputs_II is None
+        assert moment.rows_O is None
+
+
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "generator"])
 def test_batches_come_in_every_form(form: str) -> None:
     model, x, scale = Perceptron(), torch.randn(20, 6), torch.tensor(2.0)

@@ -222,8 +222,8 @@ class _Sums:
     def moments(self) -> Moments:
         inputs, rows = self.inputs_II, self.rows_O
         return Moments(
-            None if inputs is None else inputs.div_(max(self.num_inputs, 1)),
-            None if rows is None else rows / rows.sum().clamp(min=1),
+            inputs.div_(self.num_inputs) if inputs is not None and self.num_inputs else None,
+            rows / rows.sum() if rows is not None and rows.any() else None,
         )
 
 
