@@ -358,3 +358,13 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_alone() -> None
         rw.compress(model, rw.Budget(removed=0.5), [torch.ones(2, 4)], loss=lambda y: (y * torch.nan).sum())
     assert all(p.requires_grad for p in model.parameters())
     assert not model._forward_hooks
+
+
+def test_a_layer_that_data_reach_as_zeros_alone_gives_way_and_stays_finite() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 16))
+    nn.init.constant_(model[0].bias, -100.0)
+    x = torch.randn(20, 16)
+    small = rw.compress(model, rw.Budget(removed=0.5), calibration=[x])
+    assert all(torch.isfinite(parameter).all() for parameter in small.parameters())
+    torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-3)

@@ -1,13 +1,32 @@
-"""`rankwise run glue-...`: a mistake is one line and exit code 2, and nothing is written."""
+"""`rankwise run glue-...`: every method runs to its table; a mistake is one line, and nothing is written."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from rankwise.cli import app
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+import glue_toys
+
+
+@pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
+@pytest.mark.parametrize("method", ["svd", "flop-l0", "flop-agp", "fac", "np-l0", "agp"])
+def test_every_method_runs_to_its_table(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--data", str(glue_toys.mrpc(tmp_path / "data")), "--model.name", str(glue_toys.encoder(tmp_path))]
+    short = [
+        f"--{phase}.{setting}"
+        for phase in ("base", "training", "healing")
+        for setting in ("max_steps=3", "log_every=1")
+    ]
+    steps = [word for option in short for word in option.split("=")]
+    words = ["run", "glue-minilm", "--task", "mrpc", *files, *steps, "--method", method, "--budget.removed", "0.2"]
+    assert app.run([*words, "--out", str(tmp_path / "run")]) == 0
+    assert method in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

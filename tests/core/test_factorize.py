@@ -67,6 +67,25 @@ def test_whitening_at_full_rank_is_the_matrix_even_on_degenerate_data() -> None:
         assert (product(factors) - weight).norm() <= 1e-4 * weight.norm()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_where_all_data_are_zero_no_component_matters_and_the_matrix_is_kept(shape: tuple[int, int]) -> None:
+    weight, silence = torch.randn(shape), Moments(inputs_II=torch.zeros(shape[1], shape[1]))
+    pair = torch.randn(shape[0], 3), torch.randn(3, shape[1])
+    for factors, whole in (
+        (svd(weight, None, silence), weight),
+        (svd_of_pair(*pair, None, silence), pair[0] @ pair[1]),
+    ):
+        assert (product(factors) - whole).norm() <= 1e-4 * whole.norm()
+        assert not factors.energy_R.any()
+
+
+def test_a_pair_of_zeros_is_no_obstacle() -> None:
+    factors = svd_of_pair(torch.randn(6, 2), torch.zeros(2, 5))
+    assert torch.isfinite(factors.p_OR).all()
+    assert not product(factors).any()
+    assert not factors.energy_R.any()
+
+
 def test_frequent_rows_are_kept_best() -> None:
     weight = torch.randn(10, 6, dtype=torch.float64)
     rows = torch.zeros(10)

@@ -16,7 +16,7 @@ from rankwise.core.exports import PivotExport
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.pivot import BOUND, ROUNDING, choose_rows
-from rankwise.modules import PivotLinear
+from rankwise.modules import PivotLinear, select
 
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(0, 10**6))
 
@@ -163,3 +163,24 @@ def test_a_pivot_model_can_be_pruned_again() -> None:
     twice = rw.compress(once, rw.Budget(removed=0.2))
     assert rw.count(twice) <= 0.8 * rw.count(once)
     assert any(isinstance(module, PivotLinear) for module in twice.modules())
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(0, 3), st.integers(1, 5), st.booleans())
+def test_few_and_many_rows_are_the_same_product(batch: list[int], rank: int, more: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    bias = nn.Parameter(torch.randn(rank + more)) if has_bias else None
+    layer = PivotLinear(nn.Parameter(torch.randn(more, rank)), torch.randperm(rank + more), bias)
+    x = torch.randn(*batch, rank, requires_grad=True)
+    expected = x @ layer.weight.t() + (0 if bias is None else bias)
+    torch.testing.assert_close(layer(x), expected)
+    weigh = torch.randn_like(expected)
+    grads = torch.autograd.grad((layer(x) * weigh).sum(), [x, *layer.parameters()])
+    oracle = torch.autograd.grad((expected * weigh).sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(grads, oracle)
+
+
+@given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 6), st.data())
+def test_selection_is_that_of_the_last_dimension(batch: list[int], width: int, data: st.DataObject) -> None:
+    index = torch.tensor(data.draw(st.lists(st.integers(0, width - 1), max_size=6)), dtype=torch.long)
+    x = torch.randn(*batch, width)
+    torch.testing.assert_close(select(x, index), x[..., index], rtol=0, atol=0)

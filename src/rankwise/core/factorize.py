@@ -76,8 +76,7 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     rank = full if rank is None else min(rank, full)
     moments = moments or Moments()
     rows_O = _damped_rows(moments.rows_O, damping)
-    make = _from_outputs if out_features < in_features else _from_inputs
-    p_OR, q_RI, energy_R = make(weight_OI.detach(), rank, rows_O, moments.inputs_II, damping)
+    p_OR, q_RI, energy_R = _factors(weight_OI.detach(), rank, rows_O, moments.inputs_II, damping)
     return Factors(p_OR.to(weight_OI.dtype), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
 
 
@@ -91,11 +90,26 @@ def svd_of_pair(
     moments = moments or Moments()
     rank = min(*p_OR.shape, *q_RI.shape, *([] if rank is None else [rank]))
     q = q_RI.detach().double()
-    spread = q if moments.inputs_II is None else _times_damped(q, moments.inputs_II, damping)
-    make = _from_outputs if p_OR.shape[0] < p_OR.shape[1] else _from_inputs
+    is_silent = moments.inputs_II is not None and _is_silent(moments.inputs_II)
+    spread = q if moments.inputs_II is None or is_silent else _times_damped(q, moments.inputs_II, damping)
     rows_O = _damped_rows(moments.rows_O, damping)
-    first, second, energy_R = make(p_OR.detach(), rank, rows_O, spread @ q.t(), NEGLIGIBLE)
-    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), energy_R)
+    first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), NEGLIGIBLE)
+    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_silent else energy_R)
+
+
+def _factors(
+    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, Q and energy. Where all inputs were zero, no component matters, and the factors are those of W alone."""
+    is_silent = inputs_II is not None and _is_silent(inputs_II)
+    make = _from_outputs if weight.shape[0] < weight.shape[1] else _from_inputs
+    p_OR, q_RI, energy_R = make(weight, rank, rows_O, None if is_silent else inputs_II, damping)
+    return p_OR, q_RI, 0 * energy_R if is_silent else energy_R
+
+
+def _is_silent(inputs_II: Tensor) -> bool:
+    """Whether all inputs were zero."""
+    return not bool(inputs_II.diagonal().any())
 
 
 def _from_inputs(

@@ -17,7 +17,7 @@ from rankwise.kernels import native
 from rankwise.kernels.device import infers_on_cpu
 from rankwise.kernels.int8 import cpu as rows
 from rankwise.kernels.int8.layer import Int8Linear
-from rankwise.modules import is_observed
+from rankwise.modules import PivotLinear, is_observed, linear
 
 MANY = 96
 """Rows that are worth laying out a weight for."""
@@ -34,6 +34,8 @@ def take_last(projection: nn.Module, x_TBN: Tensor) -> tuple[list[nn.Module], nn
     while type(last) is nn.Sequential and len(last) > 0 and not is_observed(last):
         *others, last = last
         before += others
+    if isinstance(last, PivotLinear) and not is_observed(last):
+        last = linear(nn.Parameter(last.weight, requires_grad=False), last.bias)
     return (before, last) if _can_replace(last) else None  # type: ignore[return-value]
 
 
