@@ -91,6 +91,11 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (["sweep", "demo", "--removed", "0.8,x"], "`--removed` must be a number, but is 'x' instead."),
         (["sweep", "demo", "--seeds", ","], "`--seeds` must be a list with commas, but is ',' instead."),
         (["sweep", "enwik8-sru-dense"], "`--removed` must be given for enwik8-sru-dense, which has none."),
+        (
+            ["sweep", "demo", "--removed", "0.5,0.8", "--budget.latency_ms", "1.2"],
+            "The sizes of a sweep are those of `--removed`, but the budget is 1.2 ms. Leave out --budget.latency_ms",
+        ),
+        (["sweep", "demo", "--budget.latency_ms", "1.2"], "but the budget is 1.2 ms. Leave out --budget.latency_ms"),
         (["report", "nowhere"], "A finished run must hold record.json, but nowhere does not."),
         (["report"], "`rankwise report` needs FOLDER."),
         (["presets", "enwik9"], "No preset has 'enwik9' in its name."),

@@ -59,6 +59,8 @@ def test_what_is_found_is_a_size_and_a_plan_of_an_experiment(tmp_path: Path) -> 
     names = {name for name, _ in model.named_modules()}
     assert {site.name for site in plan.sites} == {"layers.0", "layers.1", "layers.2"} - set(found.left_dense)
     assert set(found.left_dense) <= names
+    # what asks for a size keeps it
+    assert found.applied(toy(tmp_path)) == toy(tmp_path)
 
 
 def test_it_is_measured_once(tmp_path: Path) -> None:

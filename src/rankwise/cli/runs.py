@@ -109,6 +109,11 @@ def sweep(options: Options) -> None:
 
 def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[float], list[int]]:
     """Methods, sizes and seeds; what is not asked for is as in the preset."""
+    if experiment.budget is not None and experiment.budget.latency_ms is not None:
+        raise UsageError(
+            f"The sizes of a sweep are those of `--removed`, but the budget is {experiment.budget.latency_ms:g} ms. "
+            f"Leave out --budget.latency_ms, or use `rankwise run {experiment.name} --compare fac,svd`."
+        )
     removed = options.removed
     if removed is None:
         if experiment.budget is None or experiment.budget.removed is None:

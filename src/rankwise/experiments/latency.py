@@ -42,8 +42,8 @@ class Latency:
         return {**asdict(self), "left_dense": list(self.left_dense)}
 
     def applied(self, experiment: E) -> E:
-        """The experiment with the size that was found in place of the time."""
-        if experiment.budget is None:
+        """The experiment with the size that was found in place of the time; as it is, if it asks for none."""
+        if experiment.budget is None or experiment.budget.latency_ms is None:
             return experiment
         exclude = (*experiment.exclude, *self.left_dense)
         return replace(experiment, budget=Budget(params=self.params), exclude=exclude)
