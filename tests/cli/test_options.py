@@ -96,6 +96,10 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
             "The sizes of a sweep are those of `--removed`, but the budget is 1.2 ms. Leave out --budget.latency_ms",
         ),
         (["sweep", "demo", "--budget.latency_ms", "1.2"], "but the budget is 1.2 ms. Leave out --budget.latency_ms"),
+        (
+            ["run", "demo", "--method", "dense", "--compare", "fac"],
+            "`compare` must be empty with the method dense, which has no size, but is fac instead. Example: --method f",
+        ),
         (["report", "nowhere"], "A finished run must hold record.json, but nowhere does not."),
         (["report"], "`rankwise report` needs FOLDER."),
         (["presets", "enwik9"], "No preset has 'enwik9' in its name."),

@@ -12,8 +12,11 @@ from experiment_toys import toy
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
+from rankwise.experiments.arms import run
+from rankwise.experiments.config import RAMP
 from rankwise.experiments.fields import from_json, override, settings, to_json
 from rankwise.experiments.presets import PRESETS, preset
+from rankwise.methods import METHODS
 from rankwise.models.sru import SRUConfig
 
 
@@ -104,6 +107,29 @@ def test_a_method_keeps_the_settings_that_it_shares(tmp_path: Path) -> None:
     assert override(override(experiment, {"method": "fac"}), {"init": "random"}).init == "random"
 
 
+@pytest.mark.parametrize("before", METHODS)
+@pytest.mark.parametrize("after", METHODS)
+def test_every_method_can_take_the_place_of_every_other(before: str, after: str, tmp_path: Path) -> None:
+    """One that gains a ramp reaches its size in a share of the steps that are trained."""
+    size = {"budget.removed": "0.3"} if before == "dense" != after else {}
+    experiment = override(toy(tmp_path, compare=("dense", "np-l0")), {"method": before})
+    changed = override(experiment, {"method": after, "both.steps": "40", **size})
+    assert changed.method.name == after
+    assert (changed.budget is None) == (after == "dense")
+    ramp, gained = getattr(changed.method, "anneal_steps", None), not hasattr(experiment.method, "anneal_steps")
+    if ramp is not None:
+        assert ramp == (RAMP * 40 if gained else 3)
+        assert override(experiment, {"method": after, "method.anneal_steps": "7", **size}).method.anneal_steps == 7
+
+
+def test_the_dense_method_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    experiment = toy(tmp_path, compare=("dense", "fac"))
+    assert override(experiment, {"method": "dense"}).compare == ()
+    with pytest.raises(RankwiseError, match="`compare` must be empty with the method dense.* Example: --method fac "):
+        run(override(experiment, {"method": "dense", "compare": "fac"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_parts_that_are_missing_can_be_made_and_taken_away(tmp_path: Path) -> None:
     experiment = toy(tmp_path)
     words = {"model.embedding_width": "12", "model.clusters.widths": "4,2", "model.clusters.cutoffs": "3"}
@@ -131,6 +157,18 @@ def test_parts_that_are_missing_can_be_made_and_taken_away(tmp_path: Path) -> No
         ({"budget.dtype": "half16", "budget.megabytes": "1"}, "`budget.dtype` must be a dtype of torch"),
         ({"method": "flop-l1"}, "Did you mean 'flop-l0'"),
         ({"method": "fac", "method.gate_lr": "1"}, "no setting `method.gate_lr` here"),
+        (
+            {"method": "fac", "method.anneal_steps": "5"},
+            "no setting `method.anneal_steps` here, with fac. Leave it out",
+        ),
+        (
+            {"method": "svd", "compare": "dense,flop-l0", "method.anneal_steps": "5"},
+            "must be a setting of svd, but is one of flop-l0.* turn them round: --method flop-l0 --compare svd",
+        ),
+        (
+            {"method.anneal_step": "5"},
+            "no setting `method.anneal_step` here, with flop-l0. Did you mean 'anneal_steps'",
+        ),
         ({"compare": "dens"}, "`compare` must name methods .* Did you mean 'dense'"),
         ({"budget": "none"}, "`budget` goes with every method but dense, but is missing with flop-l0"),
         ({"budget": "small"}, "`budget` is a group of settings, or none"),
@@ -144,3 +182,10 @@ def test_a_mistake_is_one_line(texts: dict[str, str], message: str, tmp_path: Pa
     with pytest.raises(RankwiseError, match=message) as caught:
         override(toy(tmp_path), texts)
     assert "\n" not in str(caught.value)
+    assert "Pruner(" not in str(caught.value)
+
+
+def test_a_dense_experiment_says_how_another_method_gets_its_size(tmp_path: Path) -> None:
+    dense = override(toy(tmp_path), {"method": "dense"})
+    with pytest.raises(RankwiseError, match="flop-l0 needs a size, but toy is dense. Example: --budget.removed 0.8"):
+        override(dense, {"method": "flop-l0"})

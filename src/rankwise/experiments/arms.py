@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+from rankwise.errors import RankwiseError
 from rankwise.experiments.config import Experiment
 from rankwise.training import Progress
 
@@ -49,6 +50,11 @@ def run(
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
     names = dict.fromkeys((experiment.method.name, *experiment.compare))
     own: Any = experiment
+    if own.budget is None and (others := [name for name in names if name != own.method.name]):
+        raise RankwiseError(
+            f"`compare` must be empty with the method dense, which has no size, but is {','.join(others)} instead. "
+            f"Example: --method {others[0]} --compare dense --budget.removed 0.8."
+        )
     arms = [Arm(name, own if name == own.method.name else own.with_method(name)) for name in names]
     return run_arms(experiment, arms, folder, watcher=watcher, trackers=trackers)
 

@@ -20,6 +20,9 @@ from rankwise.models.architectures import ModelConfig
 from rankwise.pruner import Init
 from rankwise.training import TrainingConfig
 
+RAMP = 0.25
+"""Share of the steps from the base on in which a size is reached, where nothing says how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
@@ -106,13 +109,17 @@ class Experiment:
         """`training`, with the seed of the experiment: another order of the text than in the base."""
         return replace(self.training, seed=2 * self.seed + 1)
 
-    def with_method(self, name: str) -> Experiment:
-        """The same experiment with another method; settings that both methods have are kept."""
+    def with_method(self, name: str, budget: Budget | None = None) -> Experiment:
+        """The same experiment with another method, and another size if one is given.
+
+        Settings that both methods have are kept. One that gains a ramp reaches its size in a share `RAMP` of the steps.
+        """
         if name == "dense":
             # the control, who teaches where others are taught
-            text_alone = replace(self.training, distill=0.0)
-            return replace(self, method=make_method(name), budget=None, dropout=None, training=text_alone)
-        return replace(self, method=like(self.method, name))
+            alone = replace(self.training, distill=0.0)
+            return replace(self, method=make_method(name), budget=None, dropout=None, training=alone, compare=())
+        method = like(self.method, name, anneal_steps=max(1, int(RAMP * self.training.steps)))
+        return replace(self, method=method, budget=budget or self.budget)
 
     @property
     def pruned_model(self) -> ModelConfig:

@@ -20,11 +20,12 @@ from rankwise.core.budget import GOALS, Budget
 from rankwise.errors import RankwiseError, nearest
 from rankwise.experiments.arms import AnyExperiment
 from rankwise.experiments.config import Experiment
-from rankwise.methods import make_method
+from rankwise.methods import METHODS, make_method
 from rankwise.models.architectures import describe_config, from_description
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
+STEPS = "training.steps"
 _HIDDEN = {"name", "model.num_words"} | {
     f"{phase}.{name}" for phase in ("base", "training") for name in ("seed", "dense_steps", "restart_schedule")
 }
@@ -52,25 +53,11 @@ def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperime
     """The experiment with some settings changed."""
     texts = dict(_both(texts, experiment))
     if "method" in texts:
-        experiment = _swap_method(experiment, texts.pop("method"))
-    known = settings(experiment)
-    tree: dict[str, Any] = {}
-    for name, text in texts.items():
-        if name not in known:
-            raise RankwiseError(f"There is no setting `{name}` here.{nearest(name, [*known, 'method'])}")
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise RankwiseError(
-                    f"`{name}` cannot be set where `{'.'.join(parents)}` is none. Leave one of them out."
-                )
-        node[last] = parse(known[name].hint, text, name)
-    try:
-        changed: AnyExperiment = _rebuild(experiment, type(experiment), tree)
-    except (ValueError, TypeError) as error:
-        raise RankwiseError(str(error)) from error
+        if STEPS in texts:
+            # a ramp that a method gains is a share of them
+            experiment = override(experiment, {STEPS: texts.pop(STEPS)})
+        experiment = _swap_method(experiment, texts.pop("method"), texts)
+    changed: AnyExperiment = _changed(experiment, type(experiment), _tree(texts, experiment))
     return changed
 
 
@@ -181,13 +168,57 @@ def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple
         yield f"training.{rest}", text
 
 
-def _swap_method(experiment: AnyExperiment, name: str) -> AnyExperiment:
-    if name != "dense" and experiment.budget is None:
-        raise RankwiseError(f"{name} needs a size, but this experiment is dense. Start from the preset of a method.")
-    try:
+def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]:
+    """The values by group and name."""
+    known = settings(experiment)
+    tree: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name not in known:
+            raise _unknown(name, texts, experiment)
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise RankwiseError(
+                    f"`{name}` cannot be set where `{'.'.join(parents)}` is none. Leave one of them out."
+                )
+        node[last] = parse(known[name].hint, text, name)
+    return tree
+
+
+def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> RankwiseError:
+    """A slip, or a setting that a compared method has and the method has not."""
+    if not name.startswith("method."):
+        return RankwiseError(f"There is no setting `{name}` here.{nearest(name, [*settings(experiment), 'method'])}")
+    own, setting = experiment.method.name, name.removeprefix("method.")
+    has = {method: [field.name for field in dataclasses.fields(kind)] for method, kind in METHODS.items()}
+    compared = texts["compare"].split(",") if "compare" in texts else experiment.compare
+    for other in compared:
+        if setting in has.get(other, ()):
+            return RankwiseError(
+                f"`{name}` must be a setting of {own}, but is one of {other}, which is only compared. "
+                f"Leave it out, or turn them round: --method {other} --compare {own}."
+            )
+    remedy = nearest(setting, has[own]) or " Leave it out."
+    return RankwiseError(f"There is no setting `{name}` here, with {own}.{remedy}")
+
+
+def _swap_method(experiment: AnyExperiment, name: str, texts: Mapping[str, str]) -> AnyExperiment:
+    if name == "dense" or name not in METHODS or experiment.budget is not None:
         return experiment.with_method(name)
-    except TypeError as error:
-        raise RankwiseError(f"`method` cannot become {name} here: {error}") from error
+    sizes = {setting: text for setting, text in texts.items() if setting.startswith("budget.")}
+    if not sizes:
+        raise RankwiseError(f"{name} needs a size, but {experiment.name} is dense. Example: --budget.removed 0.8.")
+    return experiment.with_method(name, _changed(None, Budget, _tree(sizes, experiment)["budget"]))
+
+
+def _changed(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
+    """The config with the values of `tree` in their places, or what is wrong with them in one line."""
+    try:
+        return _rebuild(config, hint, tree)
+    except (ValueError, TypeError) as error:
+        raise RankwiseError(str(error)) from error
 
 
 def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:

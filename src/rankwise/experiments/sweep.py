@@ -54,13 +54,12 @@ def sweep(
 
 def _arms(experiment: AnyExperiment, methods: Sequence[str], removed: Sequence[float]) -> list[Arm[Any]]:
     arms: list[Arm[Any]] = []
+    of = "model" if experiment.budget is None else experiment.budget.of
     for method in methods:
-        chosen = experiment.with_method(method)
         if method == "dense":
-            arms.append(Arm(method, chosen))
+            arms.append(Arm(method, experiment.with_method(method)))
             continue
         for level in removed:
-            of = "model" if chosen.budget is None else chosen.budget.of
-            sized = replace(chosen, budget=Budget(removed=level, of=of))
+            sized = experiment.with_method(method, Budget(removed=level, of=of))
             arms.append(Arm(f"{method}-{100 * level:g}", sized))
     return arms

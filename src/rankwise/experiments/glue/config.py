@@ -101,10 +101,10 @@ class GlueExperiment:
                     f"is {size} instead. Raise --budget.removed to the largest."
                 )
 
-    def with_method(self, name: str) -> GlueExperiment:
-        """The same experiment with another method; settings that both methods have are kept."""
+    def with_method(self, name: str, budget: Budget | None = None) -> GlueExperiment:
+        """The same experiment with another method, and another size if one is given; shared settings are kept."""
         # where it has a ramp, `ramp` decides how long it is once the rows are counted
         method = like(self.method, name, anneal_steps=RAMP_STEPS)
         if name == "dense":
-            return replace(self, method=method, budget=None, sizes=())
-        return replace(self, method=method)
+            return replace(self, method=method, budget=None, sizes=(), compare=())
+        return replace(self, method=method, budget=budget or self.budget)
