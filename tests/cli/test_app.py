@@ -155,6 +155,6 @@ main(["run", "demo", *{words(place, compare="")}, "--out", {str(tmp_path / "run"
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[:3]] == ["parameters", "dense", "flop-l0"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[:3]] == ["parameters", "base", "flop-l0"]
     assert "  step 10/10  loss " in done.stderr
     assert "\x1b" not in done.stdout + done.stderr

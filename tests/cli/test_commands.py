@@ -62,7 +62,7 @@ def test_settings_reach_the_run(place: Path, tmp_path: Path, capsys: pytest.Capt
     assert (experiment["base"]["lr"], experiment["training"]["lr"]) == (1e-3, 1e-3)
     assert (experiment["method"]["name"], experiment["method"]["anneal_steps"]) == ("np-l0", 3)
     assert (experiment["budget"]["removed"], experiment["compare"], record["seed"]) == (0.3, [], 3)
-    assert [row["name"] for row in record["rows"]] == ["dense", "np-l0"]
+    assert [row["name"] for row in record["rows"]] == ["base", "np-l0"]
     assert record["rows"][1]["removed_of_prunable"] >= 0.3
 
 
@@ -150,6 +150,8 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
     assert [line.split()[0] for line in found[1:6]] == arms
     record = json.loads((folder / "record.json").read_text())
     assert [run_["seed"] for run_ in record["runs"]] == [0, 1]
+    # the control, not the base, is what others are compared with
+    assert [run_["rows"][0]["folder"] for run_ in record["runs"]] == ["dense", "dense"]
     again = lines(capsys, *arguments, *grid)
     assert again == found
     assert lines(capsys, "report", str(folder)) == found[: -len(["", "where"])]

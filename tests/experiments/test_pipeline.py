@@ -190,9 +190,9 @@ def test_the_dense_control_teaches_every_arm(tmp_path: Path) -> None:
     }
     assert max(norms["again"]) < 1e-5
     assert all(norms[name][-1] > 1e-3 for name in ("flop-l0", "svd", "fac"))
-    # who teaches learns from the text, and is no row unless asked for
+    # who teaches learns from the text
     assert min(norms["dense"]) > 1e-3
-    assert {row["folder"] for row in record["rows"]} == {"base", *arms}
+    assert {row["folder"] for row in record["rows"]} == {"dense", *arms}
 
 
 def test_a_pruned_model_is_taught_by_a_control_of_its_own(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_arm_from_scratch_stands_beside_those_with_a_base(tmp_path: Path) -> 
     arms = [Arm("scratch", scratch), Arm("svd", experiment.with_method("fac"))]
     beside = run_arms(experiment, arms, tmp_path / "run")["rows"]
     alone = run(scratch, tmp_path / "alone")["rows"]
-    assert [row["name"] for row in beside] == ["dense", "scratch", "svd"]
+    assert [row["name"] for row in beside] == ["base", "scratch", "svd"]
     assert beside[1]["test"] == alone[0]["test"] != beside[2]["test"]
 
 
@@ -292,16 +292,18 @@ def test_a_sweep_shares_its_bases_and_reports_means(tmp_path: Path) -> None:
     record = sweep(
         experiment,
         tmp_path / "sweep",
-        methods=["dense", "flop-l0", "fac"],
+        methods=["flop-l0", "fac"],
         removed=[0.4, 0.6],
         seeds=[0, 1],
         watcher=(watcher := Phases()),
     )
+    # a base and a dense control beside the four
     assert watcher.steps == 2 * 6 * PHASE.steps
     found = table(record)
     assert [row[0] for row in found.rows] == ["dense", "flop-l0-40", "flop-l0-60", "fac-40", "fac-60"]
     tests = [run["rows"][1]["test"]["bits_per_character"] for run in record["runs"]]
-    assert found.rows[1][4].startswith(f"{sum(tests) / 2:.4f} ± ")
+    assert found.rows[1][found.columns.index("test bits per character")].startswith(f"{sum(tests) / 2:.4f} ± ")
+    assert "± " in found.rows[1][found.columns.index("against dense")]
     sizes = [row["parameters"] for row in record["runs"][0]["rows"]]
     assert sizes[0] > sizes[1] > sizes[2]
     for wrong in ({"methods": []}, {"removed": [0.5, 0.5]}, {"seeds": [1, 1]}):

@@ -32,6 +32,11 @@ def test_losses_are_against_the_dense_model_of_the_same_seed() -> None:
     assert found.notes == ("over 2 seeds: mean ± standard deviation",)
 
 
+def test_nothing_is_counted_against_a_base() -> None:
+    rows = [row("base", "dense", 10.0), row("fac-80", "fac", 11.0)]
+    assert [line[5] for line in table({"rows": rows}).rows] == ["", ""]
+
+
 def test_one_run_has_no_spread_and_a_star_for_non_zeros() -> None:
     found = table({"rows": [row("dense", "dense", 10.0), row("agp", "agp", 10.5, nonzeros=True)]})
     assert found.rows[1] == ("agp", "1,000 *", "25.0%", "10.5000", "10.5000", "+5.0%", "10.0", "2.00x")

@@ -221,7 +221,8 @@ SWEEP = Command(
     usage="PRESET [--methods NAMES] [--removed FRACTIONS] [--seeds NUMBERS] [--out FOLDER] [--SETTING VALUE ...]",
     about="Run many methods, sizes and seeds that share their dense models.",
     details=SETTINGS.format(how="`rankwise sweep PRESET --help`")
-    + "\n\nexample: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2",
+    + "\nOf language models a dense control is trained with every seed, and the others are compared with it."
+    "\n\nexample: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2",
     arguments=_sweep_arguments,
     run=sweep,
     experiment=of_preset,

@@ -95,9 +95,10 @@ def run_arms(
             raise RankwiseError("`training.distill` must be 0 with the method dense: it is the teacher. Leave it out.")
     _announce(experiment, path, latency)
     base = None if experiment.base is None else _train_base(stage, experiment)
-    rows = [] if base is None or any(arm.name == CONTROL for arm in arms) else [base]
     taught = any(arm.experiment.training.distill for arm in arms)
-    teacher = _train_teacher(stage, experiment, path / BASE) if taught else None
+    first = _train_teacher(stage, experiment, path / BASE) if taught else base
+    rows = [] if first is None or any(arm.name == CONTROL for arm in arms) else [first]
+    teacher = path / CONTROL / MODEL if taught else None
     # an arm without a base starts from fresh weights, beside those that share one
     rows += [_run_arm(stage, arm, None if arm.experiment.base is None else path / BASE, teacher) for arm in arms]
     rows.sort(key=lambda row: row["method"] != "dense")
@@ -171,9 +172,9 @@ def prune(
     _check(experiment, stage.corpus)
     if latency is not None:
         write(path / LATENCY, latency.record())
-    taught = experiment.training.distill > 0
-    teacher = _train_teacher(replace(stage, folder=path), experiment, Path(base)) if taught else None
-    return _run_arm(stage, Arm(path.name, experiment), Path(base), teacher)
+    if experiment.training.distill:
+        _train_teacher(replace(stage, folder=path), experiment, Path(base))
+    return _run_arm(stage, Arm(path.name, experiment), Path(base), path / CONTROL / MODEL)
 
 
 def device_of(config: TrainingConfig) -> torch.device:
@@ -235,10 +236,9 @@ def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
 
 
-def _train_teacher(stage: Stage, experiment: Experiment, base: Path) -> Path:
-    """The dense control, trained on from the base as long as those whom it teaches; where its model is."""
-    _run_arm(stage, Arm(CONTROL, experiment.with_method("dense")), base)
-    return stage.folder / CONTROL / MODEL
+def _train_teacher(stage: Stage, experiment: Experiment, base: Path) -> dict[str, Any]:
+    """The dense control, trained on from the base as long as those whom it teaches; its row."""
+    return _run_arm(stage, Arm(CONTROL, experiment.with_method("dense")), base)
 
 
 def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None, teacher: Path | None = None) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _finish(
     write(folder / VOCABULARY, corpus.vocabulary.to_json())
     write_experiment(folder, arm.experiment)
     row = {
-        "name": "dense" if arm.name == BASE else arm.name,
+        "name": arm.name,
         "method": arm.experiment.method.name,
         "dropout": arm.experiment.pruned_model.dropout,
         **sizes(arm.experiment, outcome, small, len(corpus.vocabulary)),

@@ -11,6 +11,7 @@ from typing import Any
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, run_arms
+from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import RECORD, write, write_experiment
 
 FORMAT, VERSION = "rankwise-sweep", 1
@@ -28,7 +29,8 @@ def sweep(
 ) -> dict[str, Any]:
     """Run every method at every size with every seed; the record, which is also in `record.json`.
 
-    `removed` is a fraction of what the experiment's own budget counts. "dense" among the methods is the control.
+    `removed` is a fraction of what the experiment's own budget counts. Of language models the dense control is trained
+    too, whether or not "dense" is among the methods.
     """
     if experiment.base is None:
         raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
@@ -37,6 +39,8 @@ def sweep(
             raise RankwiseError(
                 f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
             )
+    if isinstance(experiment, Experiment) and "dense" not in methods:
+        methods = ["dense", *methods]
     path, watcher = Path(folder), watcher or Watcher()
     arms = _arms(experiment, methods, removed)
     records = []

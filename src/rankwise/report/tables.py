@@ -18,6 +18,8 @@ MEASURES = {
 }
 """The first that a row has is compared with the dense model's."""
 SPLITS = ("valid", "test")
+CONTROL = "dense"
+"""The row that others are compared with. That of a language model's base is called otherwise: it trained for less."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def table(record: Mapping[str, Any]) -> Table:
     measures = _measures(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
-    dense = [next((row for row in run["rows"] if row["method"] == "dense"), None) for run in runs]
+    dense = [next((row for row in run["rows"] if row["name"] == CONTROL), None) for run in runs]
     rows = []
     for name, group in found.items():
         lost = _lost(runs, dense, name, measures[0])
@@ -82,7 +84,7 @@ def _measures(quality: Mapping[str, Any]) -> list[str]:
 def _lost(
     runs: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any] | None], name: str, measure: str
 ) -> list[float]:
-    """What a method's test figure is above that of the dense model of the same seed."""
+    """What a method's test figure is above that of the dense control of the same seed."""
     losses = []
     for run, control in zip(runs, dense, strict=True):
         for row in run["rows"]:
