@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiment_toys import PHASE, toy
 
+import rankwise as rw
 from rankwise.experiments.arms import run
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import override
@@ -34,6 +35,17 @@ def test_only_a_control_is_called_dense(tmp_path: Path) -> None:
         made = table(record)
         lost = [row[made.columns.index("against dense")] for row in made.rows]
         assert [bool(words) for words in lost] == [False, name != "neither"]
+
+
+def test_the_table_shows_the_share_that_was_asked_for(tmp_path: Path) -> None:
+    """Of the prunable part; a share of the model is all there is where that was asked for."""
+    made = table(run(toy(tmp_path, budget=rw.Budget(removed=0.5, of="prunable")), tmp_path / "prunable"))
+    _, row = made.rows
+    of_model, of_prunable = (float(row[made.columns.index(name)].rstrip("%")) for name in ("removed", "of prunable"))
+    assert of_model < 50 <= of_prunable
+    made = table(run(toy(tmp_path, budget=rw.Budget(removed=0.3)), tmp_path / "model"))
+    assert "of prunable" not in made.columns
+    assert float(made.rows[1][made.columns.index("removed")].rstrip("%")) >= 30
 
 
 def test_a_base_for_a_method_without_a_ramp_can_be_pruned_by_one_with_gates(tmp_path: Path) -> None:

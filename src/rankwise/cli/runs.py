@@ -11,7 +11,7 @@ from rankwise.cli.command import Command, Options, Parser, UsageError, listed, n
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.report import show_record
 from rankwise.cli.tables import print_table
-from rankwise.report.tables import MEASURES
+from rankwise.report.tables import MEASURES, SHARES
 
 if TYPE_CHECKING:
     from rankwise.experiments.arms import AnyExperiment
@@ -153,7 +153,10 @@ def _show_row(options: Options, row: Mapping[str, Any], folder: Path) -> None:
     if options.json:
         print(json.dumps(row, indent=1))
         return
-    columns = {"": row["name"], "parameters": f"{row['parameters']:,}", "removed": f"{row['removed']:.1%}"}
+    columns = {"": row["name"], "parameters": f"{row['parameters']:,}"}
+    for share, words in SHARES.items():
+        if share == "removed" or row[share] != row["removed"]:
+            columns[words] = f"{row[share]:.1%}"
     for split in ("valid", "test"):
         for measure, words in MEASURES.items():
             if measure in row[split]:

@@ -18,6 +18,8 @@ MEASURES = {
 }
 """The first that a row has is compared with the dense model's."""
 SPLITS = ("valid", "test")
+SHARES = {"removed": "removed", "removed_of_prunable": "of prunable"}
+"""What was removed, as a share of the model and of its prunable part."""
 CONTROL = "dense"
 """The row that others are compared with. That of a language model's base is called otherwise: it trained for less."""
 
@@ -53,6 +55,7 @@ def table(record: Mapping[str, Any]) -> Table:
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
     dense = [next((row for row in run["rows"] if row["name"] == CONTROL), None) for run in runs]
+    shares = list(SHARES) if any(map(_asks_of_prunable, runs)) else ["removed"]
     rows = []
     for name, group in found.items():
         lost = _lost(runs, dense, name, measures[0])
@@ -60,7 +63,7 @@ def table(record: Mapping[str, Any]) -> Table:
             (
                 name,
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
-                f"{group[0]['removed']:.1%}",
+                *(f"{group[0][share]:.1%}" for share in shares),
                 *(spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
                 spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
                 spread([row["milliseconds"]["median"] for row in group], ".1f"),
@@ -71,10 +74,17 @@ def table(record: Mapping[str, Any]) -> Table:
     if any(row["nonzeros"] for group in found.values() for row in group):
         notes.append("* non-zero parameters: the matrices keep their shape")
     columns = (
-        "", "parameters", "removed", *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
+        "", "parameters", *(SHARES[share] for share in shares),
+        *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
         "against dense", "ms per window", "speed",
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(notes))
+
+
+def _asks_of_prunable(run: Mapping[str, Any]) -> bool:
+    """Whether a run's size is a share of the prunable part, and that part not all of the model."""
+    budget = (run.get("experiment") or {}).get("budget") or {}
+    return budget.get("of") == "prunable" and any(len({row[share] for share in SHARES}) > 1 for row in run["rows"])
 
 
 def _measures(quality: Mapping[str, Any]) -> list[str]:
