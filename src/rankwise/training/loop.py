@@ -6,7 +6,6 @@ where due. All of it is a function of (configuration, step, checkpoint), so a ki
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from rankwise.training.evaluate import Quality
 from rankwise.training.histograms import GATES
 from rankwise.training.interrupt import Interrupted, Stop, interruption
 from rankwise.training.progress import Progress
-from rankwise.training.records import surroundings
+from rankwise.training.records import FORMAT, FORMAT_VERSION, surroundings
 from rankwise.training.run import Best, MakePruner, Run
 
 
@@ -161,8 +160,8 @@ def _finish(run: Run) -> Outcome:
     if run.best is not None and run.best.step != run.step:
         run.load_model(run.checkpoints.load(run.best.step))
     record = {
-        "format": "rankwise-run",
-        "version": 1,
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
         "seed": run.config.seed,
         "configuration": run.configuration,
         "pruner": run.describe_pruner(),
@@ -175,12 +174,11 @@ def _finish(run: Run) -> Outcome:
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
     }
-    if run.folder.record.exists():
-        # finished before: only weights and pruner were wanted again
-        record = json.loads(run.folder.record.read_bytes())
-    else:
+    # finished before: only weights and pruner were wanted again
+    before = run.folder.finished()
+    if before is None:
         run.folder.finish(record)
-    return Outcome(run.model, run.pruner, run.best, record, run.folder.path)
+    return Outcome(run.model, run.pruner, run.best, before or record, run.folder.path)
 
 
 def _sizes(run: Run) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from rankwise.errors import CheckpointError
 from rankwise.files import reason, write_json
 from rankwise.version import VERSION
 
+FORMAT, FORMAT_VERSION = "rankwise-run", 1
+"""Of the record."""
+
 
 class RunFolder:
     """The files of one run but its checkpoints."""
@@ -59,8 +62,24 @@ class RunFolder:
         if not self.metrics.exists():
             return []
         # only a line that ends is complete
-        complete = self.metrics.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in complete]
+        complete = self.metrics.read_bytes().split(b"\n")[:-1]
+        return [self._parsed(line, number) for number, line in enumerate(complete, 1)]
+
+    def finished(self) -> dict[str, Any] | None:
+        """The record of a finished run; None where there is none."""
+        try:
+            record: dict[str, Any] = json.loads(self.record.read_bytes())
+            found = record["format"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            found = "something else"
+        if found != FORMAT:
+            raise CheckpointError(
+                f"{self.record} must be the record of a training run, {FORMAT}, but is {found}. "
+                "Remove it, or choose another folder."
+            )
+        return record
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write the record of a finished run."""
@@ -68,6 +87,19 @@ class RunFolder:
             write_json(self.record, record)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads(line)
+            if type(content["step"]) is int:
+                return content
+        except (ValueError, KeyError, TypeError):
+            pass
+        shown = line.decode("utf-8", "replace")
+        raise CheckpointError(
+            f"Every line of {self.metrics} must be JSON with a `step`, but line {number} is "
+            f"{shown[:40] + '...' if len(shown) > 40 else shown!r}. Remove that line and run again."
+        )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
