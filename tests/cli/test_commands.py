@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,29 @@ def test_sample_goes_on_from_the_prompt(finished: Path, capsys: pytest.CaptureFi
     assert lines(capsys, *arguments, "--seed", "2") != [text]
     likeliest = lines(capsys, *arguments, "--temperature", "0")
     assert lines(capsys, *arguments, "--top-k", "1") == likeliest
+
+
+def test_a_model_that_is_gone_comes_back_by_the_command_that_sample_names(
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(folder / "flop-l0" / "model")
+    draw = ["sample", str(folder), "--prompt", "abc", "--length", "5"]
+    assert run(draw) == 2
+    assert "Run the same command again to go on." in capsys.readouterr().err
+    assert run(["run", "demo", *words(place), "--out", str(folder)]) == 0
+    assert run(draw) == 0
+
+
+def test_another_kind_of_run_in_the_same_folder_is_one_line(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (finished / "record.json").read_bytes()
+    for command in (["sweep", "demo", *words(place)], ["prune", str(finished)]):
+        assert run([*command, "--out", str(finished)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f'in {finished} `format` was "rankwise-experiment" and is now' in line
+    assert (finished / "record.json").read_bytes() == before
 
 
 def test_sweep_runs_the_grid_and_report_shows_it_again(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core.budget import Budget
+from rankwise.experiments.arms import Watcher
 from rankwise.experiments.config import CorpusConfig, Experiment
 from rankwise.methods import make_method
 from rankwise.models.adaptive import Clusters
@@ -55,3 +56,22 @@ def toy(folder: Path, kind: str = "sru", **changes: Any) -> Experiment:
         exclude=() if kind == "words" else ("embedding", "output"),
     )
     return replace(experiment, **changes)
+
+
+class Phases(Watcher):
+    """Remembers what was begun; stops a run there if asked to."""
+
+    def __init__(self, stop_at: str | None = None, stop_step: int | None = None) -> None:
+        self.titles: list[str] = []
+        self.steps = 0
+        self.stop_at, self.stop_step = stop_at, stop_step
+
+    def phase(self, title: str) -> None:
+        self.titles.append(title)
+        if title == self.stop_at and self.stop_step is None:
+            raise KeyboardInterrupt
+
+    def advance(self, step: int) -> None:
+        self.steps += 1
+        if self.titles[-1] == self.stop_at and step == self.stop_step:
+            raise KeyboardInterrupt

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from experiment_toys import MODELS, PHASE, toy
+from experiment_toys import MODELS, PHASE, Phases, toy
 
 import rankwise as rw
 from rankwise.data.windows import Evaluation
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.experiments.arms import Arm, Watcher, run, run_arms
+from rankwise.experiments.arms import Arm, run, run_arms
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import load_run, read_experiment
 from rankwise.experiments.pipeline import prune, train
@@ -33,25 +33,6 @@ METHODS = {
     "flop-l0": make_method("flop-l0", anneal_steps=3),
     "svd": make_method("svd"),
 }
-
-
-class Phases(Watcher):
-    """Remembers what was begun; stops a run there if asked to."""
-
-    def __init__(self, stop_at: str | None = None, stop_step: int | None = None) -> None:
-        self.titles: list[str] = []
-        self.steps = 0
-        self.stop_at, self.stop_step = stop_at, stop_step
-
-    def phase(self, title: str) -> None:
-        self.titles.append(title)
-        if title == self.stop_at and self.stop_step is None:
-            raise KeyboardInterrupt
-
-    def advance(self, step: int) -> None:
-        self.steps += 1
-        if self.titles[-1] == self.stop_at and step == self.stop_step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -143,7 +124,7 @@ def test_a_finished_experiment_is_only_read(whole: tuple[Experiment, dict[str, A
     first = run(experiment, tmp_path / "run")
     again = run(experiment, tmp_path / "run", watcher=(watcher := Phases()))
     assert again == json.loads(json.dumps(first))
-    assert watcher.titles == []
+    assert watcher.titles == [f"reading {experiment.corpus.name}"]
 
 
 def test_another_method_shares_the_base(tmp_path: Path) -> None:

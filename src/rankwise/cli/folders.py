@@ -31,10 +31,9 @@ def open_model(folder: Path) -> nn.Module:
 
 def open_own(folder: Path) -> tuple[nn.Module, Vocabulary | None] | None:
     """The model of a run or of `rankwise.save`, and its vocabulary where a run tells it; None for other folders."""
-    from rankwise.data.vocabulary import Vocabulary
     from rankwise.deploy.load import load
     from rankwise.deploy.save import STRUCTURE
-    from rankwise.experiments.folder import EXPERIMENT, VOCABULARY, load_run, read
+    from rankwise.experiments.folder import EXPERIMENT, load_run, read_vocabulary
 
     if (folder / EXPERIMENT).is_file():
         run = load_run(folder)
@@ -42,5 +41,4 @@ def open_own(folder: Path) -> tuple[nn.Module, Vocabulary | None] | None:
     if not (folder / STRUCTURE).is_file():
         return None
     of_run = folder.resolve().parent
-    found = read(of_run / VOCABULARY) if (of_run / EXPERIMENT).is_file() else None
-    return load(folder).eval(), None if found is None else Vocabulary.from_json(found)
+    return load(folder).eval(), read_vocabulary(of_run) if (of_run / EXPERIMENT).is_file() else None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.runs import RUNS
-from rankwise.errors import DataError
 
 if TYPE_CHECKING:
     from rankwise.data.vocabulary import Vocabulary
@@ -30,7 +29,7 @@ def evaluate(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
     from rankwise.experiments.config import Experiment
-    from rankwise.experiments.folder import load_run
+    from rankwise.experiments.folder import check_vocabulary, load_run
     from rankwise.experiments.pipeline import quality_of
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
@@ -40,12 +39,7 @@ def evaluate(options: Options) -> None:
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
         corpus = experiment.corpus.load(watcher.read)
-        if corpus.vocabulary != found.vocabulary:
-            raise DataError(
-                f"The corpus must have the vocabulary that the model was trained on ({len(found.vocabulary):,} "
-                f"{found.vocabulary.kind}s), but {corpus.name} has another ({len(corpus.vocabulary):,} "
-                f"{corpus.vocabulary.kind}s). Give the corpus of its training."
-            )
+        check_vocabulary(corpus, found.vocabulary)
         watcher.phase(f"evaluating {found.folder}")
         quality = quality_of(found.model, corpus, options.split, experiment.training)
     parameters = count(found.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -62,7 +62,13 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, data: Any) -> Vocabulary:
-        return cls(data["kind"], tuple(token.encode("utf-8", "surrogateescape") for token in data["tokens"]))
+        try:
+            kind, tokens = data["kind"], tuple(token.encode("utf-8", "surrogateescape") for token in data["tokens"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError("A saved vocabulary must hold its `kind` and a list of texts, `tokens`.") from error
+        if kind not in get_args(Kind):
+            raise DataError(f"The `kind` of a vocabulary must be one of {', '.join(get_args(Kind))}, but is {kind!r}.")
+        return cls(kind, tokens)
 
 
 def by_frequency(

@@ -11,25 +11,30 @@ runs/demo/            experiment.json, record.json; latency.json where the budge
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from rankwise.data.corpus import Corpus
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
-from rankwise.errors import CheckpointError
-from rankwise.experiments.arms import AnyExperiment
+from rankwise.errors import CheckpointError, DataError
+from rankwise.experiments.arms import FORMAT, AnyExperiment
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import from_json, to_json
 from rankwise.files import reason, write_json
+from rankwise.training.checkpoint import check_same
+from rankwise.training.records import FORMAT as TRAINED
 
 BASE = "base"
 EXPERIMENT, RECORD, EXPORT, VOCABULARY, MODEL = (
     "experiment.json", "record.json", "export.json", "vocabulary.json", "model",
 )  # fmt: skip
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+"""Of a training run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +45,64 @@ class Exported:
     experiment: Experiment
     model: nn.Module
     vocabulary: Vocabulary
+
+
+def claim(folder: Path, form: str) -> dict[str, Any] | None:
+    """Refuse a folder that another kind of command wrote to; its record, where it is finished.
+
+    `form` is the format of the record to be written. A folder without one may still be that of a run in progress.
+    """
+    record = read(folder / RECORD, "format")
+    found = None
+    if record is not None:
+        found = record["format"]
+    elif _has_checkpoints(folder):
+        found = TRAINED
+    elif (folder / EXPERIMENT).is_file():
+        found = FORMAT
+    if found is not None:
+        check_same({"format": found}, {"format": form}, folder)
+    return record
+
+
+def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], arms: Sequence[str], fingerprint: str) -> bool:
+    """Whether a finished record is of these settings and these data."""
+    same = record.get("experiment") == experiment and record.get("arms") == arms
+    return same and record["corpus"]["fingerprint"] == fingerprint
+
+
+def has_models(folder: Path, rows: Iterable[Mapping[str, Any]], *beside: str) -> bool:
+    """Whether the models of these rows are there, and what stands beside them."""
+    return all((folder / row["folder"] / name).exists() for row in rows for name in (MODEL, *beside))
+
+
+def check_part(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Refuse a part that was made, or begun, from something else than `of`; its export, where it is finished.
+
+    What `of` does not speak of may have been anything.
+    """
+    path = folder / EXPORT
+    done = read(path, "of")
+    made = None if done is None else done["of"]
+    if done is None and _has_checkpoints(folder):
+        path = folder / CONFIG
+        made = read(path)
+    if made is None:
+        return None
+    if not isinstance(made, Mapping):
+        raise _foreign(path, f"`of` is {made!r}")
+    check_same(_shared(made, of), of, folder)
+    return done
+
+
+def check_vocabulary(corpus: Corpus, known: Vocabulary) -> None:
+    """Refuse a text whose tokens have other numbers than those that a model was trained on."""
+    if corpus.vocabulary != known:
+        raise DataError(
+            f"The corpus must have the vocabulary that the model was trained on ({len(known):,} {known.kind}s), but "
+            f"{corpus.name} has another ({len(corpus.vocabulary):,} {corpus.vocabulary.kind}s). "
+            "Give the corpus of its training."
+        )
 
 
 def write_experiment(folder: Path, experiment: AnyExperiment) -> None:
@@ -66,7 +129,7 @@ def load_run(folder: Path) -> Exported:
             "Its models load by `from_pretrained`; `rankwise report` shows their figures."
         )
     place = folder if (folder / MODEL).is_dir() else folder / experiment.method.name
-    vocabulary = read(place / VOCABULARY)
+    vocabulary = read_vocabulary(place)
     if vocabulary is None or not (place / MODEL).is_dir():
         raise CheckpointError(
             f"A run must be finished before its model can be used, but there is none in {place}. "
@@ -74,7 +137,7 @@ def load_run(folder: Path) -> Exported:
         )
     own = read_experiment(place)
     assert isinstance(own, Experiment)
-    return Exported(place, own, load(place / MODEL).eval(), Vocabulary.from_json(vocabulary))
+    return Exported(place, own, load(place / MODEL).eval(), vocabulary)
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -89,12 +152,46 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """A JSON file; None where there is none."""
+def read(path: Path, *keys: str) -> dict[str, Any] | None:
+    """A JSON file that holds these keys; None where there is none."""
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-        return content
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but cannot be read: {error}.") from error
+        raise _foreign(path, f"cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise _foreign(path, f"is a {type(content).__name__}")
+    for key in keys:
+        if key not in content:
+            raise _foreign(path, f"has no `{key}`")
+    return content
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """The vocabulary of the model in a folder; None where there is none."""
+    path = folder / VOCABULARY
+    plain = read(path, "kind", "tokens")
+    try:
+        return None if plain is None else Vocabulary.from_json(plain)
+    except DataError as error:
+        raise _foreign(path, f"does not fit: {error}") from error
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _foreign(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} must be JSON that rankwise wrote, but {found.rstrip('.')}. Remove it, or choose another folder."
+    )
+
+
+def _shared(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What `then` says of all that `now` speaks of."""
+    pairs = {key: (then.get(key), value) for key, value in now.items()}
+    return {
+        key: _shared(before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else before
+        for key, (before, after) in pairs.items()
+    }

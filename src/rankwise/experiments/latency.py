@@ -6,7 +6,7 @@ The size is found once and kept in the folder, so that a run that goes on later 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,9 +61,11 @@ def find_latency(
         return None
     of = {"parameters": count(model), "inputs": {name: list(tensor.shape) for name, tensor in inputs.items()}}
     of["exclude"] = list(experiment.exclude)
-    before = read(folder / FILE)
+    names = [field.name for field in fields(Latency)]
+    before = read(folder / FILE, *names)
     if before is not None and (before["asked"], before["of"]) == (budget.latency_ms, of):
-        return Latency(**{**before, "left_dense": tuple(before["left_dense"])})
+        known = {name: before[name] for name in names}
+        return Latency(**{**known, "left_dense": tuple(known["left_dense"])})
     found = meet_latency(model, budget, inputs, plan=plan)
     assert found.budget.params is not None
     return Latency(

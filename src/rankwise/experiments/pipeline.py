@@ -6,8 +6,6 @@ among checkpoints; the test text is read once per exported model.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -21,11 +19,10 @@ from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
 from rankwise.data.corpus import Corpus
-from rankwise.data.text import read_blocks
 from rankwise.data.windows import Windows
 from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
-from rankwise.deploy.save import WEIGHTS, save
+from rankwise.deploy.save import save
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
 from rankwise.experiments.at_once import compress_at_once
@@ -39,19 +36,26 @@ from rankwise.experiments.folder import (
     MODEL,
     RECORD,
     VOCABULARY,
-    read,
+    check_part,
+    check_vocabulary,
+    claim,
+    has_models,
+    is_of,
+    read_vocabulary,
     write,
     write_experiment,
 )
 from rankwise.experiments.latency import FILE as LATENCY
 from rankwise.experiments.latency import Latency, find_latency
 from rankwise.experiments.outline import outline
+from rankwise.experiments.parts import of_arm, of_base
 from rankwise.methods.svd import Svd
-from rankwise.models.architectures import build, describe_config
+from rankwise.models.architectures import build
 from rankwise.pruner import Pruner
 from rankwise.training import TrainingConfig, fit
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.language import LanguageModel
+from rankwise.training.records import FORMAT as TRAINED
 from rankwise.training.records import surroundings
 
 CONTROL = "dense"
@@ -80,12 +84,16 @@ def run_arms(
 ) -> dict[str, Any]:
     """Several methods from the base of one experiment."""
     path = Path(folder)
-    finished = read(path / RECORD)
+    finished = claim(path, FORMAT)
     wanted = [arm.name for arm in arms]
     described = describe(experiment)
-    if finished is not None and (finished["experiment"], finished["arms"]) == (described, wanted):
-        return finished
     stage = _begin(experiment, path, watcher, trackers)
+    if (
+        finished is not None
+        and is_of(finished, described, wanted, stage.corpus.fingerprint)
+        and has_models(path, finished["rows"], EXPERIMENT, VOCABULARY)
+    ):
+        return finished
     latency = _latency(stage, experiment, path)
     if latency is not None:
         arms = [Arm(arm.name, latency.applied(arm.experiment)) for arm in arms]
@@ -93,9 +101,11 @@ def run_arms(
         _check(arm.experiment, stage.corpus)
         if arm.name == CONTROL and arm.experiment.training.distill:
             raise RankwiseError("`training.distill` must be 0 with the method dense: it is the teacher. Leave it out.")
+    taught = any(arm.experiment.training.distill for arm in arms)
+    control = [Arm(CONTROL, experiment.with_method("dense"))] if taught else []
+    _check_parts(stage, experiment, [*control, *arms])
     _announce(experiment, path, latency)
     base = None if experiment.base is None else _train_base(stage, experiment)
-    taught = any(arm.experiment.training.distill for arm in arms)
     first = _train_teacher(stage, experiment, path / BASE) if taught else base
     rows = [] if first is None or any(arm.name == CONTROL for arm in arms) else [first]
     teacher = path / CONTROL / MODEL if taught else None
@@ -145,9 +155,11 @@ def train(
             "Run it whole, with `rankwise run`."
         )
     path = Path(folder)
+    claim(path, FORMAT)
     stage = _begin(experiment, path, watcher, trackers)
     latency = _latency(stage, experiment, path)
     _check(experiment if latency is None else latency.applied(experiment), stage.corpus)
+    _check_parts(stage, experiment, [])
     _announce(experiment, path, latency)
     return _train_base(stage, experiment)
 
@@ -161,20 +173,27 @@ def prune(
     trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Prune the base that was trained in the folder `base`; the row of the model in `folder`."""
-    if not (Path(base) / MODEL).is_dir():
+    path, base = Path(folder), Path(base)
+    claim(path, TRAINED)
+    vocabulary = read_vocabulary(base)
+    if vocabulary is None or not (base / MODEL).is_dir():
         raise CheckpointError(
             f"A base must be trained before it is pruned, but there is no model in {base}. Run `rankwise train` first."
         )
-    path = Path(folder)
     stage = _begin(experiment, path.parent, watcher, trackers)
+    check_vocabulary(stage.corpus, vocabulary)
     latency = _latency(stage, experiment, path)
     experiment = experiment if latency is None else latency.applied(experiment)
     _check(experiment, stage.corpus)
+    taught = experiment.training.distill > 0
+    check_part(path, of_arm(experiment, base, stage.corpus))
+    if taught:
+        check_part(path / CONTROL, of_arm(experiment.with_method("dense"), base, stage.corpus))
     if latency is not None:
         write(path / LATENCY, latency.record())
-    if experiment.training.distill:
-        _train_teacher(replace(stage, folder=path), experiment, Path(base))
-    return _run_arm(stage, Arm(path.name, experiment), Path(base), path / CONTROL / MODEL)
+    if taught:
+        _train_teacher(replace(stage, folder=path), experiment, base)
+    return _run_arm(stage, Arm(path.name, experiment), base, path / CONTROL / MODEL if taught else None)
 
 
 def device_of(config: TrainingConfig) -> torch.device:
@@ -223,6 +242,16 @@ def _check(experiment: Experiment, corpus: Corpus) -> None:
             phase.evaluation(corpus.test)
 
 
+def _check_parts(stage: Stage, experiment: Experiment, arms: Sequence[Arm[Experiment]]) -> None:
+    """Refuse a folder whose base or arms were made otherwise, before any of them is trained."""
+    base = stage.folder / BASE
+    if experiment.base is not None:
+        check_part(base, of_base(experiment, stage.corpus))
+    for arm in arms:
+        of = of_arm(arm.experiment, None if arm.experiment.base is None else base, stage.corpus)
+        check_part(stage.folder / arm.name, of)
+
+
 def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
     config = experiment.base_training
     assert config is not None
@@ -231,9 +260,9 @@ def _train_base(stage: Stage, experiment: Experiment) -> dict[str, Any]:
         torch.manual_seed(experiment.seed)
         return build(replace(experiment.model, num_words=len(stage.corpus.vocabulary)))
 
-    about = {"model": describe_config(experiment.model), "seed": experiment.seed}
     stage.watcher.phase("training the dense model")
-    return _finish(stage, Arm(BASE, experiment.with_method("dense")), about, config, make, None)
+    of = of_base(experiment, stage.corpus)
+    return _finish(stage, Arm(BASE, experiment.with_method("dense")), of, config, make, None)
 
 
 def _train_teacher(stage: Stage, experiment: Experiment, base: Path) -> dict[str, Any]:
@@ -260,29 +289,25 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None, teacher: Pat
             model, experiment.budget, experiment.method, plan=plan, init=experiment.init, seed=experiment.seed
         )
 
-    described = to_json(experiment)
-    about = {key: described[key] for key in ("model", "method", "budget", "dropout", "init", "exclude", "seed")}
-    about["base"] = None if base is None else _fingerprint(base / MODEL / WEIGHTS)
-
     def compressed() -> nn.Module:
         stage.watcher.phase(f"compressing for {arm.name}")
         small = compress_at_once(experiment, make().to(device_of(experiment.training)), corpus.train)
         stage.watcher.phase(f"training {arm.name}")
         return small
 
-    config = experiment.pruning_training
+    of, config = of_arm(experiment, base, corpus), experiment.pruning_training
     teacher = teacher if config.distill else None
     if base is not None and isinstance(experiment.method, Svd):
-        return _finish(stage, arm, about, config, compressed, None, teacher)
+        return _finish(stage, arm, of, config, compressed, None, teacher)
     dense = experiment.method.name == "dense"
     stage.watcher.phase("training the dense model on" if dense else f"pruning with {arm.name}")
-    return _finish(stage, arm, about, config, make, None if dense else gate, teacher)
+    return _finish(stage, arm, of, config, make, None if dense else gate, teacher)
 
 
 def _finish(
     stage: Stage,
     arm: Arm[Experiment],
-    about: dict[str, Any],
+    of: dict[str, Any],
     config: TrainingConfig,
     make: Callable[[], nn.Module],
     gate: Callable[[nn.Module], Pruner] | None,
@@ -290,11 +315,8 @@ def _finish(
 ) -> dict[str, Any]:
     """Train, export and evaluate one model, unless that is done already; its row of the table."""
     corpus, folder = stage.corpus, stage.folder / arm.name
-    known = json.loads(
-        json.dumps({"about": about, "training": dataclasses.asdict(config), "corpus": corpus.fingerprint})
-    )
-    done = read(folder / EXPORT)
-    if done is not None and done["of"] == known:
+    done = check_part(folder, of)
+    if done is not None and has_models(stage.folder, [done["row"]], EXPERIMENT, VOCABULARY):
         row: dict[str, Any] = done["row"]
         return row
     outcome = fit(
@@ -304,7 +326,7 @@ def _finish(
         folder,
         pruner=gate,
         teacher=None if teacher is None else load(teacher),
-        about=about,
+        about=of["about"],
         trackers=stage.trackers,
         progress=stage.watcher,
     )
@@ -327,7 +349,7 @@ def _finish(
         "folder": arm.name,
         **analysis(arm.experiment, outcome, small, len(corpus.vocabulary)),
     }
-    write(folder / EXPORT, {"of": known, "row": row})
+    write(folder / EXPORT, {"of": of, "row": row})
     return row
 
 
@@ -354,10 +376,3 @@ def _add_timings(rows: list[dict[str, Any]], folder: Path, corpus: Corpus, windo
 def _one_window(corpus: Corpus, window: int, device: torch.device) -> Tensor:
     """What models are timed on."""
     return torch.from_numpy(corpus.valid[: min(window, len(corpus.valid))].astype("int64"))[None].to(device)
-
-
-def _fingerprint(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in read_blocks(path):
-        digest.update(block)
-    return digest.hexdigest()

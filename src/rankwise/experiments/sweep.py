@@ -12,7 +12,7 @@ from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, run_arms
 from rankwise.experiments.config import Experiment
-from rankwise.experiments.folder import RECORD, write, write_experiment
+from rankwise.experiments.folder import RECORD, claim, write, write_experiment
 
 FORMAT, VERSION = "rankwise-sweep", 1
 
@@ -42,6 +42,7 @@ def sweep(
     if isinstance(experiment, Experiment) and "dense" not in methods:
         methods = ["dense", *methods]
     path, watcher = Path(folder), watcher or Watcher()
+    claim(path, FORMAT)
     arms = _arms(experiment, methods, removed)
     records = []
     for seed in seeds:
