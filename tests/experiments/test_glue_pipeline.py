@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from glue_toys import encoder, mrpc, toy
 import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.data.glue import TASKS, load_glue
-from rankwise.errors import RankwiseError
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.experiments.arms import run
 from rankwise.experiments.fields import from_json, override, settings, to_json
 from rankwise.experiments.glue.config import GlueExperiment
@@ -73,8 +74,52 @@ def test_the_same_call_again_trains_nothing(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "run" / "record.json").unlink()
     again = run(experiment, tmp_path / "run")
     assert [row["test"] for row in again["rows"]] == [row["test"] for row in record["rows"]]
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        run(replace(experiment, training=replace(experiment.training, lr=2e-3)), tmp_path / "run")
+
+
+def test_what_was_made_otherwise_is_refused_and_stays(tmp_path: Path) -> None:
+    experiment = toy(tmp_path)
+    run(experiment, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    others = {
+        "lr": replace(experiment, training=replace(experiment.training, lr=2e-3)),
+        "removed": replace(experiment, budget=Budget(removed=0.3)),
+        "seed": replace(experiment, seed=1),
+        "max_steps": replace(experiment, base=replace(experiment.base, max_steps=7), compare=("dense",)),
+    }
+    for name, other in others.items():
+        with pytest.raises(CheckpointError, match=f"`{name}` was .* and is now .* choose another folder"):
+            run(other, tmp_path / "run")
+    # a method that is new here is not trained before one that is refused
+    other = replace(others["removed"].with_method("svd"), compare=("flop-l0",))
+    with pytest.raises(CheckpointError, match="`removed` was 0.4 and is now 0.3"):
+        run(other, tmp_path / "run")
+    rows = mrpc(tmp_path / "data", rows=50)
+    with pytest.raises(CheckpointError, match="`fingerprint` was"):
+        run(replace(experiment, data=str(rows)), tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_one_more_to_compare_with_leaves_what_is_finished(tmp_path: Path) -> None:
+    first = run(toy(tmp_path), tmp_path / "run")
+    before = contents(tmp_path / "run/flop-l0")
+    both = run(toy(tmp_path, compare=("dense",)), tmp_path / "run")
+    assert [row["name"] for row in both["rows"]] == ["dense", "flop-l0", "control"]
+    assert contents(tmp_path / "run/flop-l0") == before
+    assert both["rows"][1]["test"] == first["rows"][1]["test"]
+
+
+def test_a_model_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    experiment = toy(tmp_path, sizes=(0.2,))
+    first = run(experiment, tmp_path / "run")
+    for name in ("base", "flop-l0-at-20"):
+        shutil.rmtree(tmp_path / "run" / name / "model")
+        again = run(experiment, tmp_path / "run")
+        assert (tmp_path / "run" / name / "model").is_dir()
+        assert [row["test"] for row in again["rows"]] == [row["test"] for row in first["rows"]]
 
 
 def test_the_same_seed_gives_the_same_result(tmp_path: Path) -> None:

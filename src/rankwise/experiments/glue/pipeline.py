@@ -21,10 +21,23 @@ from rankwise.adapters.targets import target_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import Plan
+from rankwise.data.glue import load_glue
 from rankwise.data.glue.tasks import task_named
 from rankwise.errors import RankwiseError
 from rankwise.experiments.arms import FORMAT, VERSION, Arm, Watcher
-from rankwise.experiments.folder import BASE, EXPORT, MODEL, RECORD, read, write, write_experiment
+from rankwise.experiments.folder import (
+    BASE,
+    EXPERIMENT,
+    EXPORT,
+    MODEL,
+    RECORD,
+    check_part,
+    claim,
+    has_models,
+    is_of,
+    write,
+    write_experiment,
+)
 from rankwise.experiments.glue.at_once import compress_at_once
 from rankwise.experiments.glue.config import GlueExperiment
 from rankwise.experiments.glue.data import load_splits
@@ -55,15 +68,23 @@ def run_arms(
     """Several methods from the base of one experiment; the record, which is also in `record.json`."""
     if trackers:
         raise RankwiseError(f"`trackers` are for language models, but {', '.join(trackers)} was given. Leave it out.")
-    path = Path(folder)
+    path, watcher = Path(folder), watcher or Watcher()
     settings = described(experiment)
     wanted = [arm.name for arm in arms]
-    finished = read(path / RECORD)
-    if finished is not None and (finished["experiment"], finished["arms"]) == (settings, wanted):
-        return finished
+    finished = claim(path, FORMAT)
+    if finished is not None:
+        watcher.phase(f"reading {experiment.task}")
+        data = load_glue(experiment.task, data=experiment.data, progress=watcher.read)
+        if is_of(finished, settings, wanted, data.fingerprint) and has_models(path, finished["rows"]):
+            return finished
     stage = begin(experiment, path, watcher)
     if stage.latency is not None:
         arms = [Arm(arm.name, stage.latency.applied(arm.experiment)) for arm in arms]
+    _check_parts(stage, experiment, arms)
+    if not (path / EXPERIMENT).exists():
+        write_experiment(path, experiment)
+    if stage.latency is not None:
+        write(path / LATENCY, stage.latency.record())
     base = train_base(stage, experiment)
     rows = [base]
     for arm in arms:
@@ -91,7 +112,7 @@ def run_arms(
 
 
 def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = None) -> Stage:
-    """Read the data and refuse what cannot be run, before anything is written."""
+    """Read the data and refuse what cannot be run; nothing is written yet."""
     watcher = watcher or Watcher()
     device = torch.device("cuda" if experiment.device == "auto" and torch.cuda.is_available() else "cpu")
     check_encoder(experiment.model.name, task_named(experiment.task), experiment.model.max_length)
@@ -100,10 +121,6 @@ def begin(experiment: GlueExperiment, folder: Path, watcher: Watcher | None = No
     model = load_encoder(experiment.model.name, stage.splits.dataset.task)
     stage = replace(stage, latency=_latency(stage, experiment, model))
     _check(experiment if stage.latency is None else stage.latency.applied(experiment), model)
-    if not folder.exists():
-        write_experiment(folder, experiment)
-    if stage.latency is not None:
-        write(folder / LATENCY, stage.latency.record())
     return stage
 
 
@@ -127,7 +144,7 @@ def _check(experiment: GlueExperiment, model: nn.Module) -> None:
 
 def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """Fine-tune the dense model, unless that is done already; its row of the table."""
-    of = stage.made_from(experiment, ("task", "held_out", "model", "base", "precision", "seed"))
+    of = _of_base(stage, experiment)
     if done := _finished(stage, BASE, of):
         return done[0]
     stage.watcher.phase("fine-tuning the dense model")
@@ -141,7 +158,7 @@ def train_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
 
 def train_control(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
     """The base trained on as a pruned one is, for as long and by the same loss, with nothing removed; its row."""
-    of = _made_from(stage, experiment)
+    of = _of_arm(stage, experiment)
     if done := _finished(stage, CONTROL, of):
         return done[0]
     model = stage.encoder(stage.folder / BASE / MODEL)
@@ -167,7 +184,7 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
     """Prune, compact and heal from the base, unless that is done already; a row for each size."""
     experiment = arm.experiment
     assert experiment.budget is not None
-    of = _made_from(stage, experiment)
+    of = _of_arm(stage, experiment)
     if done := _finished(stage, arm.name, of):
         return done
     model = stage.encoder(stage.folder / BASE / MODEL)
@@ -179,15 +196,31 @@ def prune_base(stage: Stage, arm: Arm[GlueExperiment]) -> list[dict[str, Any]]:
     return rows
 
 
+def _check_parts(stage: Stage, experiment: GlueExperiment, arms: Sequence[Arm[GlueExperiment]]) -> None:
+    """Refuse a folder whose base or arms were made otherwise, before any of them is trained."""
+    check_part(stage.folder / BASE, _of_base(stage, experiment))
+    for arm in arms:
+        if arm.name != "dense" or len(arms) > 1:
+            name = CONTROL if arm.name == "dense" else arm.name
+            check_part(stage.folder / name, _of_arm(stage, arm.experiment))
+
+
 def _finished(stage: Stage, name: str, of: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a part that was finished, if it was made from the same."""
-    done = read(stage.folder / name / EXPORT)
-    return done["rows"] if done is not None and done["of"] == of else []
+    """The rows of a part that was finished, if their models are there; one that was made otherwise is refused."""
+    done = check_part(stage.folder / name, of)
+    rows: list[dict[str, Any]] = [] if done is None else done["rows"]
+    return rows if has_models(stage.folder, rows) else []
 
 
-def _made_from(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
-    """What comes from the base depends on it too."""
-    return {**stage.made_from(experiment), "base": (read(stage.folder / BASE / EXPORT) or {}).get("of")}
+def _of_base(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
+    """What the base is made from."""
+    return stage.made_from(experiment, ("task", "held_out", "model", "base", "precision", "seed"))
+
+
+def _of_arm(stage: Stage, experiment: GlueExperiment) -> dict[str, Any]:
+    """What comes from the base depends on it too, but not on what else does."""
+    names = [field.name for field in dataclasses.fields(experiment) if field.name not in ("base", "compare")]
+    return {**stage.made_from(experiment, names), "base": _of_base(stage, experiment)}
 
 
 def _loss(experiment: GlueExperiment, base: nn.Module) -> Loss:

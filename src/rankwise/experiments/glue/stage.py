@@ -41,11 +41,10 @@ class Stage:
     precision: Precision
     latency: Latency | None = None
 
-    def made_from(self, experiment: GlueExperiment, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """What a finished part depends on: all settings, or those of these names, and the rows."""
+    def made_from(self, experiment: GlueExperiment, names: Sequence[str]) -> dict[str, Any]:
+        """What a finished part depends on: the settings of these names, and the rows."""
         plain = described(experiment)
-        chosen = {name: plain[name] for name in names} if names is not None else plain
-        return {**chosen, "fingerprint": self.splits.dataset.fingerprint}
+        return {**{name: plain[name] for name in names}, "fingerprint": self.splits.dataset.fingerprint}
 
     def encoder(self, place: str | Path, *, seed: int = 0) -> nn.Module:
         """The model of a folder or of the hub, with the task's head."""
