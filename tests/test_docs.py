@@ -215,5 +215,23 @@ def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: 
         configured(preset("demo") if in_a_run else experiment(options), options)
 
 
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))
+def test_the_commands_of_a_page_can_be_run_one_after_another(page: str) -> None:
+    """Another run in the same folder would be refused."""
+    from rankwise.cli import app
+    from rankwise.cli.options import configured, parse
+    from rankwise.cli.runs import folder_of
+
+    folders: dict[Path, str] = {}
+    for _, command in (pair for pair in COMMANDS if pair[0] == page):
+        _, name, *words = shlex.split(command)
+        experiment = app.COMMANDS[name].experiment
+        if name not in ("run", "train", "sweep") or experiment is None:
+            continue
+        options = parse(app.COMMANDS[name], words)
+        folder = folder_of(name, options, configured(experiment(options), options))
+        assert folders.setdefault(folder, command) == command, folder
+
+
 def test_the_docs_hold_commands() -> None:
     assert len(COMMANDS) > 10

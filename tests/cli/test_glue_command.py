@@ -55,6 +55,22 @@ def test_a_mistake_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
+def test_a_task_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import glue_toys
+
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "task": "MRPC", "data": glue_toys.mrpc(tmp_path / "data"), "model.name": glue_toys.encoder(tmp_path),
+        "model.max_length": 32, "both.max_steps": 2, "both.min_steps": 1, "healing": "none", "calibration_rows": 8,
+        "device": "cpu",
+    }  # fmt: skip
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert app.run(["run", "glue-minilm", *words]) == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["glue-minilm-mrpc"]
+
+
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["presets", "glue"]) == 0
     listed = capsys.readouterr().out

@@ -58,7 +58,7 @@ def run(options: Options) -> None:
     from rankwise.experiments import arms
 
     experiment = configured(of_preset(options), options)
-    folder = _out(options, experiment.name)
+    folder = folder_of("run", options, experiment)
     with watching() as watcher:
         record = arms.run(experiment, folder, watcher=watcher, trackers=options.trackers)
     _show(options, record, folder)
@@ -69,7 +69,7 @@ def train(options: Options) -> None:
     from rankwise.experiments import pipeline
 
     experiment = _of_text(configured(of_preset(options), options), "train")
-    folder = _out(options, experiment.name)
+    folder = folder_of("train", options, experiment)
     with watching() as watcher:
         row = pipeline.train(experiment, folder, watcher=watcher, trackers=options.trackers)
     _show_row(options, row, folder / row["folder"])
@@ -81,7 +81,7 @@ def prune(options: Options) -> None:
 
     refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
     experiment = _of_text(configured(of_base(options), options), "prune")
-    folder = _out(options, f"{experiment.name}-{experiment.method.name}")
+    folder = folder_of("prune", options, experiment)
     with watching() as watcher:
         row = pipeline.prune(experiment, base_folder(options), folder, watcher=watcher, trackers=options.trackers)
     _show_row(options, row, folder)
@@ -92,7 +92,7 @@ def sweep(options: Options) -> None:
     from rankwise.experiments.sweep import sweep as run_sweep
 
     experiment = configured(of_preset(options), options)
-    folder = _out(options, f"{experiment.name}-sweep")
+    folder = folder_of("sweep", options, experiment)
     methods, removed, seeds = _grid(options, experiment)
     with watching() as watcher:
         record = run_sweep(
@@ -137,8 +137,13 @@ def _of_text(experiment: AnyExperiment, command: str) -> Experiment:
     return experiment
 
 
-def _out(options: Options, name: str) -> Path:
-    return Path(options.out) if options.out else RUNS / name
+def folder_of(command: str, options: Options, experiment: AnyExperiment) -> Path:
+    """Where a command writes: a preset's folder, another for each task of GLUE."""
+    if options.out:
+        return Path(options.out)
+    task = getattr(experiment, "task", None)
+    ends = {"prune": experiment.method.name, "sweep": "sweep"}
+    return RUNS / "-".join(filter(None, (experiment.name, task, ends.get(command))))
 
 
 def _show(options: Options, record: Mapping[str, Any], folder: Path) -> None:
@@ -167,7 +172,7 @@ def _show_row(options: Options, row: Mapping[str, Any], folder: Path) -> None:
 
 def _run_arguments(parser: Parser) -> None:
     parser.add_argument("target", metavar="PRESET", nargs="?", help=f"see `rankwise presets` (default: {DEMO})")
-    _add_common(parser, "runs/PRESET")
+    _add_common(parser, "runs/PRESET, with GLUE runs/PRESET-TASK")
 
 
 def _train_arguments(parser: Parser) -> None:
@@ -187,7 +192,7 @@ def _sweep_arguments(parser: Parser) -> None:
     add("--methods", type=listed(str), metavar="NAMES", help=f"with commas: flop-l0,fac {as_there}")
     add("--removed", type=listed(number), metavar="FRACTIONS", help=f"with commas: 0.7,0.8 {as_there}")
     add("--seeds", type=listed(whole_number), metavar="NUMBERS", help=f"with commas: 0,1,2 {as_there}")
-    _add_common(parser, "runs/PRESET-sweep")
+    _add_common(parser, "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep")
 
 
 RUN = Command(
