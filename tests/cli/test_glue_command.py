@@ -57,7 +57,6 @@ def test_a_mistake_is_one_line(
 
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
 def test_a_task_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.chdir(tmp_path)
     settings = {
         "task": "MRPC", "data": glue_toys.mrpc(tmp_path / "data"), "model.name": glue_toys.encoder(tmp_path),
