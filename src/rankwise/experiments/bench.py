@@ -17,7 +17,7 @@ from rankwise.deploy.load import dense_model, load
 from rankwise.deploy.save import STRUCTURE
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.experiments.config import Experiment
-from rankwise.experiments.folder import BASE, EXPERIMENT, MODEL, RECORD, read, read_experiment, write
+from rankwise.experiments.folder import BASE, EXPERIMENT, MODEL, RECORD, read, read_experiment, refuse_sweep, write
 from rankwise.training.records import surroundings
 
 HUGGING_FACE = "config.json"
@@ -79,6 +79,7 @@ def _of_run(folder: Path) -> Found:
     run = folder.parent if (folder / MODEL).is_dir() else folder
     places = [folder] if run is not folder else sorted(path.parent for path in folder.glob(f"*/{MODEL}"))
     if not places:
+        refuse_sweep(folder)
         raise CheckpointError(
             f"A run must be finished before its models can be timed, but there is none in {folder}. "
             "Run the same command again to go on."

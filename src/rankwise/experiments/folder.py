@@ -35,6 +35,8 @@ EXPERIMENT, RECORD, EXPORT, VOCABULARY, MODEL = (
 )  # fmt: skip
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 """Of a training run."""
+SHOWN = 4
+"""Folders of a sweep that a message names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +133,7 @@ def load_run(folder: Path) -> Exported:
     place = folder if (folder / MODEL).is_dir() else folder / experiment.method.name
     vocabulary = read_vocabulary(place)
     if vocabulary is None or not (place / MODEL).is_dir():
+        refuse_sweep(folder)
         raise CheckpointError(
             f"A run must be finished before its model can be used, but there is none in {place}. "
             "Run the same command again to go on."
@@ -138,6 +141,19 @@ def load_run(folder: Path) -> Exported:
     own = read_experiment(place)
     assert isinstance(own, Experiment)
     return Exported(place, own, load(place / MODEL).eval(), vocabulary)
+
+
+def refuse_sweep(folder: Path) -> None:
+    """Refuse the folder of a sweep, or of one of its seeds, where one model is needed."""
+    if not (folder / RECORD).is_file():
+        return
+    models = sorted(path.parent for pattern in ("*", "seed-*/*") for path in folder.glob(f"{pattern}/{MODEL}"))
+    if models:
+        names = [str(path) for path in models[:SHOWN]] + ["and so on"] * (len(models) > SHOWN)
+        raise CheckpointError(
+            f"One model is needed here, but {folder} holds the {len(models)} of a sweep. Give the folder of one: "
+            f"{', '.join(names)}."
+        )
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
