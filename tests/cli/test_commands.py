@@ -179,6 +179,16 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
     again = lines(capsys, *arguments, *grid)
     assert again == found
     assert lines(capsys, "report", str(folder)) == found[: -len(["", "where"])]
+    # what needs one model says which there are
+    for command in ("bench", "evaluate", "sample", "export --to pt2", "compress --removed 0.2 --out small"):
+        name, *rest = command.split()
+        assert run([name, str(folder), *rest]) == 2
+        said = capsys.readouterr().err
+        assert f"{folder} holds the 10 of a sweep. Give the folder of one: {folder / 'seed-0' / 'base'}, " in said
+        assert said.count("\n") == 1
+    assert run(["sample", str(folder / "seed-1")]) == 2
+    assert f"Give the folder of one: {folder / 'seed-1' / 'base'}, " in capsys.readouterr().err
+    assert run(["sample", str(folder / "seed-1" / "fac-40"), "--prompt", "abc", "--length", "3"]) == 0
 
 
 def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +198,73 @@ def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys
     assert answer(capsys, "report", str(finished)) == [json.loads((finished / "record.json").read_text())]
     assert run(["report", str(finished), "--json", "--markdown"]) == 2
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_the_record_of_a_run_as_a_file_is_shown_as_its_folder_is(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = lines(capsys, "report", str(finished))
+    assert lines(capsys, "report", str(finished / "record.json")) == shown
+    # under a name of its own too, also that of a record on the page, and by its folder
+    for name in ("mine.json", "enwik8-sru-10min.json"):
+        (tmp_path / name).write_bytes((finished / "record.json").read_bytes())
+        assert lines(capsys, "report", str(tmp_path / name)) == shown
+    assert lines(capsys, "report", str(tmp_path)).count(shown[0]) == 2
+
+
+def test_a_run_beside_records_of_results_keeps_its_table(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = lines(capsys, "report", str(finished), "--markdown")
+    (tmp_path / "table-np-l0.json").write_text(json.dumps({"format": "rankwise-table", "runs": []}))
+    for place in (finished, finished / "record.json"):
+        found = lines(capsys, "report", str(place), str(tmp_path))
+        assert found[0] == "# Results"
+        assert found[found.index(f"## demo, {place}") + 2 :] == own
+
+
+def test_models_that_were_pruned_one_by_one_are_rows_of_one_table(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [answer(capsys, "train", "demo", *words(place), "--out", "mine")]
+    for name, method in (("mine-60", "flop-l0"), ("mine-np", "np-l0"), ("other/mine-np", "np-l0")):
+        arguments = ("--method", method, "--budget.removed", "0.6", "--out", name)
+        rows.append(answer(capsys, "prune", "mine", *arguments))
+    _, *found = lines(capsys, "report", "mine-60", "mine-np", "mine/base")
+    assert [line.split()[:2] for line in found] == [[row["name"], f"{row['parameters']:,}"] for row in rows[:3]]
+    assert all(f" {row['test']['bits_per_character']:.4f}" in line for line, row in zip(found, rows, strict=False))
+    # one name, two models
+    _, *found = lines(capsys, "report", "mine-np", "other/mine-np")
+    assert [line.split()[0] for line in found] == ["mine-np", "other/mine-np"]
+    (record,) = answer(capsys, "report", "mine-60", "mine-np")
+    assert record["rows"] == rows[1:3]
+
+
+def test_models_that_read_other_texts_are_not_put_into_one_table(
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(LETTERS * 400)
+    assert run(["train", "demo", *words(tmp_path), "--out", str(tmp_path / "mine")]) == 0
+    capsys.readouterr()
+    assert run(["report", str(finished / "fac"), str(tmp_path / "mine" / "base")]) == 2
+    assert "Models in one table must have read the same text, but" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["a model", "nothing", "a strange record", "an unfinished run"])
+def test_what_holds_no_record_is_one_line(
+    what: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished / "fac" / "model" if what == "a model" else tmp_path
+    if what == "a strange record":
+        (tmp_path / "strange.json").write_text("{}")
+    if what == "an unfinished run":
+        (tmp_path / "record.json").write_text((finished / "fac" / "record.json").read_text())
+    assert run(["report", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "Give a folder that `rankwise run`, `sweep` or `prune` wrote to" in said.err
 
 
 def test_report_prints_the_page_of_a_folder_of_records(

@@ -15,7 +15,7 @@ from rankwise.report import paper
 from rankwise.report.comparison import comparison, factorization
 from rankwise.report.figures import figures_of
 from rankwise.report.page import page
-from rankwise.report.records import are_results, cells, read_results
+from rankwise.report.records import cells, read_results
 from rankwise.report.sections import cluster_books, ten_minutes
 
 SOURCE = Path(__file__).parents[3] / "shared/paper/structured-pruning-of-large-language-models.tex"
@@ -148,9 +148,6 @@ def test_a_record_is_found_by_the_name_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "table-x.json").write_text(json.dumps({"runs": []}))
     (tmp_path / "speed.csv").write_text("benchmark,case\na,b\n")
     assert set(read_results([tmp_path])) == {"table-x", "benchmarks"}
-    assert are_results(tmp_path) and are_results(tmp_path / "speed.csv")
-    (tmp_path / "experiment.json").write_text("{}")
-    assert not are_results(tmp_path)
     (tmp_path / "broken.json").write_text("[]")
     with pytest.raises(CheckpointError, match="broken.json must be a record of results"):
         read_results([tmp_path / "broken.json"])

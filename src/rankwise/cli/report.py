@@ -9,13 +9,10 @@ from typing import Any
 
 from rankwise.cli.command import Command, Options, Parser, UsageError
 from rankwise.cli.tables import print_table
-from rankwise.errors import CheckpointError
 from rankwise.report.figures import figures_of
+from rankwise.report.gather import gather
 from rankwise.report.page import page
-from rankwise.report.records import are_results, read_results
 from rankwise.report.tables import table
-
-FORMATS = ("rankwise-experiment", "rankwise-sweep")
 
 
 def show_record(record: Mapping[str, Any]) -> None:
@@ -26,25 +23,10 @@ def show_record(record: Mapping[str, Any]) -> None:
         print(note)
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a finished run or sweep."""
-    path = folder / "record.json"
-    remedy = "Give the folder that `rankwise run` or `rankwise sweep` wrote to; where it was stopped, run it again."
-    if not path.is_file():
-        raise CheckpointError(f"A finished run must hold record.json, but {folder} does not. {remedy}")
-    try:
-        record = json.loads(path.read_bytes())
-        form = record["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}.") from error
-    if form not in FORMATS:
-        raise CheckpointError(f"{path} must be the record of a run or a sweep, but is a {form!r}. {remedy}")
-    assert isinstance(record, dict)
-    return record
-
-
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of a finished run or sweep, or of records")
+    parser.add_argument(
+        "folders", metavar="FOLDER", nargs="+", help="of a run, a sweep or a pruned model, or of records"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of the records as JSON")
     parser.add_argument("--markdown", action="store_true", help="print tables for a Markdown file")
     parser.add_argument("--figures", metavar="FOLDER", help="write the figures of a folder of records there, as SVG")
@@ -53,27 +35,26 @@ def add_arguments(parser: Parser) -> None:
 def report(options: Options) -> None:
     if options.json and options.markdown:
         raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
-    if any(are_results(Path(folder)) for folder in options.folders):
-        report_results(options)
+    results, records = gather([Path(folder) for folder in options.folders])
+    if results:
+        report_results(options, results | records)
         return
     if options.figures:
         raise UsageError("`--figures` goes with a folder of records, such as results, but was given with a run.")
-    records = {folder: read_record(Path(folder)) for folder in options.folders}
     if options.json:
         print(json.dumps(list(records.values()), indent=1))
         return
-    for place, (folder, record) in enumerate(records.items()):
+    for place, (title, record) in enumerate(records.items()):
         if len(records) > 1:
-            print(f"{'' if place == 0 else chr(10)}{record['name']}, {folder}\n")
+            print(f"{'' if place == 0 else chr(10)}{title}\n")
         if options.markdown:
             print(table(record).markdown())
         else:
             show_record(record)
 
 
-def report_results(options: Options) -> None:
+def report_results(options: Options, found: Mapping[str, Any]) -> None:
     """The page of a folder of records, and its figures."""
-    found = read_results(map(Path, options.folders))
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -89,8 +70,10 @@ REPORT = Command(
     name="report",
     usage="FOLDER ... [--json | --markdown] [--figures FOLDER]",
     about="Show the tables of finished runs and sweeps again.",
-    details="Given a folder of records, or files of it, it prints their page, the paper's figures beside them.\n\n"
+    details="Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each.\n"
+    "Given a folder of records, or files of it, it prints their page, the paper's figures beside them.\n\n"
     "example: rankwise report runs/demo --markdown\n"
+    "example: rankwise report runs/mine/base runs/mine-70 runs/mine-np\n"
     "example: rankwise report results benchmarks/results.csv --markdown --figures docs/figures",
     arguments=add_arguments,
     run=report,

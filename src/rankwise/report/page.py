@@ -9,7 +9,7 @@ from rankwise.report import sections
 from rankwise.report.comparison import comparison, factorization
 from rankwise.report.figures import figures_of
 from rankwise.report.paper import ENWIK8_SRU, ENWIK8_TRANSFORMER_XL, WIKITEXT_103, PaperTable
-from rankwise.report.records import BENCHMARKS, gate_cells
+from rankwise.report.records import BENCHMARKS, gate_cells, is_run
 from rankwise.report.tables import Table, table
 
 Results = Mapping[str, Any]
@@ -38,7 +38,9 @@ def page(found: Results) -> str:
             continue
         drawn = [f"![{figure.title}](figures/{figure.name}.svg)" for figure in figures_of(found) if figure.of == title]
         parts.append("\n\n".join([f"## {title}", about, *drawn, made if isinstance(made, str) else made.markdown()]))
-    strangers = [f"`{stem}`" for stem in found if stem not in KNOWN]
+    others = {name: record for name, record in found.items() if name not in KNOWN}
+    parts += [f"## {name}\n\n{table(record).markdown()}" for name, record in others.items() if is_run(record)]
+    strangers = [f"`{name}`" for name, record in others.items() if not is_run(record)]
     if strangers:
         parts.append(f"Records that have no table here: {', '.join(strangers)}.")
     return "\n\n".join(parts)

@@ -13,6 +13,10 @@ from rankwise.errors import CheckpointError
 
 TABLE = "rankwise-table"
 """Format of a record that is filled cell by cell: `runs`, each the record of an experiment from one base."""
+MODELS = "rankwise-models"
+"""Format of a record of models that were pruned one by one."""
+RUNS = ("rankwise-experiment", "rankwise-sweep", MODELS)
+"""Formats of records that have a table of their own."""
 BENCHMARKS = "benchmarks"
 """The name under which the CSV of all benchmarks is found."""
 
@@ -60,24 +64,30 @@ def gate_cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str
 
 
 def read_results(paths: Iterable[Path]) -> dict[str, Any]:
-    """Records by name: the stem of a JSON file, that of a CSV file (its rows), and `BENCHMARKS`."""
-    found: dict[str, Any] = {}
+    """Records by name."""
+    return {name_of(path, content): content for path, content in read_files(paths).items()}
+
+
+def read_files(paths: Iterable[Path]) -> dict[Path, Any]:
+    """What JSON and CSV files hold, given as such or by their folders; of a CSV file, its rows."""
+    found: dict[Path, Any] = {}
     for path in _files(paths):
         try:
-            content = _read(path)
+            found[path] = _read(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} must be a record of results, JSON or CSV, but is not: {error}.") from error
-        is_benchmarks = isinstance(content, list) and bool(content) and "benchmark" in content[0]
-        found[BENCHMARKS if is_benchmarks else path.stem] = content
     return found
 
 
-def are_results(path: Path) -> bool:
-    """Whether a path is a record of results or a folder of them, and not the folder of one run."""
-    if path.is_dir():
-        own = ("record.json", "experiment.json")
-        return not any((path / name).exists() for name in own) and any(path.glob("*.json"))
-    return path.is_file() and path.suffix in (".json", ".csv")
+def name_of(path: Path, content: Any) -> str:
+    """The name of a record: the stem of its file, or `BENCHMARKS`."""
+    is_benchmarks = isinstance(content, list) and bool(content) and "benchmark" in content[0]
+    return BENCHMARKS if is_benchmarks else path.stem
+
+
+def is_run(content: Any) -> bool:
+    """Whether it is a record that has a table of its own."""
+    return isinstance(content, Mapping) and content.get("format") in RUNS
 
 
 def _files(paths: Iterable[Path]) -> Iterator[Path]:

@@ -56,6 +56,8 @@ def table(record: Mapping[str, Any]) -> Table:
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
     dense = [next((row for row in run["rows"] if row["name"] == CONTROL), None) for run in runs]
     shares = list(SHARES) if any(map(_asks_of_prunable, runs)) else ["removed"]
+    # models that were pruned one by one are not timed together
+    timed = all("milliseconds" in row for group in found.values() for row in group)
     rows = []
     for name, group in found.items():
         lost = _lost(runs, dense, name, measures[0])
@@ -66,8 +68,7 @@ def table(record: Mapping[str, Any]) -> Table:
                 *(f"{group[0][share]:.1%}" for share in shares),
                 *(spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
                 spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
-                spread([row["milliseconds"]["median"] for row in group], ".1f"),
-                spread([row["speedup"] for row in group], ".2f", "x"),
+                *(_times(group) if timed else ()),
             )
         )
     notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
@@ -76,7 +77,7 @@ def table(record: Mapping[str, Any]) -> Table:
     columns = (
         "", "parameters", *(SHARES[share] for share in shares),
         *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
-        "against dense", "ms per window", "speed",
+        "against dense", *(("ms per window", "speed") if timed else ()),
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(notes))
 
@@ -89,6 +90,11 @@ def _asks_of_prunable(run: Mapping[str, Any]) -> bool:
 
 def _measures(quality: Mapping[str, Any]) -> list[str]:
     return [measure for measure in MEASURES if measure in quality]
+
+
+def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    medians = spread([row["milliseconds"]["median"] for row in group], ".1f")
+    return medians, spread([row["speedup"] for row in group], ".2f", "x")
 
 
 def _lost(
