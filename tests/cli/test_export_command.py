@@ -38,6 +38,12 @@ def test_both_models_are_exported_and_timed(folders: Path, capsys: pytest.Captur
     assert {path.name for path in folders.iterdir()} == {"dense", "small", "out"}
 
 
+def test_the_folder_that_one_stands_in_gives_its_name(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folders / "small")
+    assert run(["export", ".", "--to", "pt2", "--length", "3"]) == 0
+    assert (folders / "small" / "small-pt2" / "model.pt2").is_file()
+
+
 WRONG = {
     "no format": ([], "`rankwise export` needs --to"),
     "an unknown format": (["--to", "tflite"], "`--to` must be one of onnx, openvino, pt2, but is 'tflite'"),

@@ -28,7 +28,7 @@ def export(options: Options) -> None:
     models = {"model": open_model(Path(options.folder)).float()}
     if options.dense is not None:
         models["dense"] = open_model(Path(options.dense)).float()
-    target = Path(options.out or f"{Path(options.folder).name}-{options.to}{'-int8' if options.int8 else ''}")
+    target = Path(options.out or f"{Path(options.folder).resolve().name}-{options.to}{'-int8' if options.int8 else ''}")
     rows: list[dict[str, Any]] = []
     runners: dict[str, Runner] = {}
     with tempfile.TemporaryDirectory() as scratch:
