@@ -67,7 +67,8 @@ def test_the_seed_turns_the_ring():
 
 
 def test_a_text_shorter_than_one_window_is_refused():
-    with pytest.raises(DataError, match="at least one window of 4 x 8 tokens, but has 31. Give it more text"):
+    remedy = r"Give it more text, a smaller batch \(--both.batch_size\) or a shorter window \(--both.window\)."
+    with pytest.raises(DataError, match=f"at least one window of 4 x 8 tokens, but has 31. {remedy}"):
         Windows(np.zeros(31, np.uint8), batch=4, unroll=8)
 
 

@@ -36,7 +36,7 @@ class Windows:
         if len(tokens) < batch * unroll:
             raise DataError(
                 f"A training text must hold at least one window of {batch} x {unroll} tokens, but has {len(tokens):,}. "
-                "Give it more text, or make `batch` or `unroll` smaller."
+                "Give it more text, a smaller batch (--both.batch_size) or a shorter window (--both.window)."
             )
         self.tokens = tokens
         self.batch = batch
