@@ -50,6 +50,7 @@ def split(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], l
 
 def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
     """The experiment with the settings that were given."""
+    from rankwise.experiments.arms import check_seed
     from rankwise.experiments.fields import override, settings
 
     names = [*settings(experiment), "method"]
@@ -58,7 +59,9 @@ def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
             raise _unknown(name, names, options.known)
         if text is None:
             raise UsageError(f"`--{name}` needs a value, but has none. Example: --{name} {_example(experiment, name)}.")
-    return override(experiment, dict(options.given))
+    changed = override(experiment, dict(options.given))
+    check_seed(changed.seed)
+    return changed
 
 
 def _unknown(name: str, names: Sequence[str], known: Sequence[str]) -> UsageError:

@@ -22,6 +22,12 @@ FORMAT, VERSION = "rankwise-experiment", 1
 """Of a record."""
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that random numbers cannot be drawn from."""
+    if not 0 <= seed < 2**63:
+        raise RankwiseError(f"`seed` must be a whole number from 0 to 2^63 - 1, but is {seed} instead.")
+
+
 class Watcher(Progress):
     """Told what happens in an experiment; override what is of interest."""
 

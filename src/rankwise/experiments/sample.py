@@ -36,6 +36,8 @@ def sample(
         raise RankwiseError(f"`temperature` must be at least 0 and finite, but is {temperature} instead.")
     if top_k is not None and top_k < 1:
         raise RankwiseError(f"`top_k` must be at least 1, but is {top_k} instead.")
+    if not -(2**63) <= seed < 2**63:
+        raise RankwiseError(f"`seed` must be a whole number of 64 bits, but is {seed} instead.")
     numbers = vocabulary.encode(prompt)
     if not numbers:
         raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, run_arms
+from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, check_seed, run_arms
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import RECORD, claim, write, write_experiment
 
@@ -39,6 +39,8 @@ def sweep(
             raise RankwiseError(
                 f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
             )
+    for seed in seeds:
+        check_seed(seed)
     if isinstance(experiment, Experiment) and "dense" not in methods:
         methods = ["dense", *methods]
     path, watcher = Path(folder), watcher or Watcher()
