@@ -8,11 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_toys import LETTERS, lasting, results, words
 
 from rankwise.cli.app import run
+from rankwise.data.windows import Evaluation
+from rankwise.experiments.folder import load_run
 from rankwise.experiments.presets import PRESETS
+from rankwise.training.evaluate import evaluate
+from rankwise.training.language import LanguageModel
 
 NAMES = ["dense", "flop-l0", "fac"]
 
@@ -119,13 +124,46 @@ def test_evaluate_finds_what_the_run_found(
     assert line.endswith(f"parameters, valid {value:.4f} bits per character")
 
 
-def test_evaluate_refuses_a_text_of_other_letters(
+def test_evaluate_reads_another_text_by_the_vocabulary_of_the_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "other.txt").write_text("xyz" * 500)
-    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt")]) == 2
-    said = capsys.readouterr().err
-    assert "must have the vocabulary that the model was trained on (8 characters), but other has another (3" in said
+    # fewer letters, in another order of frequency; what the split does not hold does not matter
+    letters = "x" + "abcabbb" * 300
+    (tmp_path / "other.txt").write_text(letters)
+    model = load_run(finished)
+    for split, part in (("valid", letters[-210:-105]), ("test", letters[-105:])):
+        arguments = ("evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--split", split)
+        found = answer(capsys, *arguments)
+        text = Evaluation(np.array(model.vocabulary.encode(part)), unroll=8)
+        expected = evaluate(LanguageModel(model.model), text, "character")
+        assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_evaluate_names_a_character_that_the_run_does_not_know(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.txt").write_text("ab c " * 500 + "z")
+    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--split", "test"]) == 2
+    assert "must be written in the 8 characters of the corpus, but has " in capsys.readouterr().err
+    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--corpus.unit", "word"]) == 2
+    assert "must be read in characters, as the model does, but is read in words." in capsys.readouterr().err
+
+
+def test_a_seed_beyond_64_bits_is_one_line(
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge, out = str(10**23), str(tmp_path / "out")
+    for arguments in (
+        ["run", "demo", *words(place), "--seed", huge, "--out", out],
+        ["train", "demo", *words(place), "--seed", huge, "--out", out],
+        ["sweep", "demo", *words(place), "--seeds", f"0,{huge}", "--out", out],
+        ["sample", str(finished), "--prompt", "abc", "--seed", huge],
+    ):
+        assert run(arguments) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert re.search(rf"`seed` must be a whole number .*, but is {huge} instead", said.err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_sample_goes_on_from_the_prompt(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from rankwise.data import Corpus, load_corpus, prepare, text, wiki
 from rankwise.data.published import PUBLISHED, Published
 from rankwise.data.symbols import Kind, symbols_of
 from rankwise.data.text import Text, text_of
-from rankwise.data.vocabulary import by_frequency, smallest_dtype
+from rankwise.data.vocabulary import Vocabulary, by_frequency, smallest_dtype
 from rankwise.errors import DataError
 
 PROSE = "the cat sat on the mat .\nthe dog, não, sat on the cat .\n\n" * 30
@@ -44,6 +44,14 @@ def in_blocks(content: bytes, size: int) -> Text:
 
 def whole(corpus: Corpus) -> str:
     return "".join(corpus.vocabulary.decode(split.tolist()) for split in (corpus.train, corpus.valid, corpus.test))
+
+
+def made_of(kind: Kind, content: str) -> Vocabulary:
+    """The vocabulary of a text."""
+    symbols = symbols_of(kind)
+    numbers = np.concatenate([np.zeros(0, np.int64), *symbols.number(in_blocks(content.encode(), 7))])
+    counts = np.bincount(numbers, minlength=symbols.num_numbers)
+    return by_frequency(kind, symbols, counts, counts, 1)[0]
 
 
 def left(cache: Path) -> list[str]:
@@ -139,6 +147,28 @@ def test_the_vocabulary_survives_the_disk_even_where_bytes_are_no_text(tmp_path,
     vocabulary = prepare.prepare(source, cache).vocabulary
     assert sorted(vocabulary.tokens) == sorted({bytes([byte]) for byte in "żółw ".encode()})
     assert vocabulary.decode(vocabulary.encode("wółż")) == "wółż"
+
+
+@given(
+    kinds=st.sampled_from([("character", "character"), ("word", "word"), ("byte", "character"), ("byte", "byte")]),
+    own=words,
+    content=words,
+)
+def test_the_text_of_another_vocabulary_is_numbered_as_it_is_encoded(kinds: tuple[Kind, Kind], own: str, content: str):
+    vocabulary, other = (made_of(kind, text) for kind, text in zip(kinds, (own + content, content), strict=True))
+    numbers = np.array(other.encode(content), np.int64)
+    assert vocabulary.renumber(numbers, other).tolist() == vocabulary.encode(content)
+
+
+def test_what_the_vocabulary_does_not_know_is_treated_as_in_a_prompt():
+    few, more = made_of("word", "a b"), made_of("word", "a c b")
+    assert few.decode(few.renumber(np.array(more.encode("a c b")), more).tolist()) == "a <unk> b"
+    letters, alphabet = made_of("character", "ab"), made_of("character", "abc")
+    assert letters.renumber(np.array(alphabet.encode("ba")), alphabet).tolist() == letters.encode("ba")
+    with pytest.raises(DataError, match="in the 2 characters of the corpus, but has 'c'"):
+        letters.renumber(np.array(alphabet.encode("abc")), alphabet)
+    with pytest.raises(DataError, match="must be read in characters, as the model does, but is read in words"):
+        letters.renumber(np.array([0]), few)
 
 
 def test_unknown_words_of_a_prompt_are_unk_and_unknown_characters_are_refused(tmp_path, cache):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.runs import RUNS
 
 if TYPE_CHECKING:
+    from rankwise.data.corpus import Corpus
     from rankwise.data.vocabulary import Vocabulary
-    from rankwise.experiments.arms import AnyExperiment
+    from rankwise.experiments.arms import AnyExperiment, Watcher
+    from rankwise.experiments.config import CorpusConfig
 
 CHANGEABLE = ("corpus", "training")
 
@@ -29,7 +32,7 @@ def evaluate(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
     from rankwise.experiments.config import Experiment
-    from rankwise.experiments.folder import check_vocabulary, load_run
+    from rankwise.experiments.folder import load_run
     from rankwise.experiments.pipeline import quality_of
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
@@ -38,8 +41,7 @@ def evaluate(options: Options) -> None:
     assert isinstance(experiment, Experiment)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
-        corpus = experiment.corpus.load(watcher.read)
-        check_vocabulary(corpus, found.vocabulary)
+        corpus = _read(experiment.corpus, found.vocabulary, options.split, watcher)
         watcher.phase(f"evaluating {found.folder}")
         quality = quality_of(found.model, corpus, options.split, experiment.training)
     parameters = count(found.model)
@@ -49,6 +51,22 @@ def evaluate(options: Options) -> None:
     else:
         measure = quality.measure.replace("_", " ")
         print(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
+
+
+def _read(config: CorpusConfig, vocabulary: Vocabulary, split: str, watcher: Watcher) -> Corpus:
+    """The corpus, with its split in the numbers of the model's vocabulary."""
+    from rankwise.data.sources import NAMES
+
+    if config.name not in NAMES and config.unit is None:
+        config = replace(config, unit="word" if vocabulary.kind == "word" else "character")
+    corpus = config.load(watcher.read)
+    if corpus.vocabulary == vocabulary:
+        return corpus
+    if config.min_count is not None:
+        # which words are rare is for the model's vocabulary to say
+        corpus = replace(config, min_count=None).load(watcher.read)
+    read: Any = {split: vocabulary.renumber(getattr(corpus, split), corpus.vocabulary)}
+    return replace(corpus, vocabulary=vocabulary, **read)
 
 
 def sample(options: Options) -> None:
@@ -107,7 +125,8 @@ EVALUATE = Command(
     usage="FOLDER [--split valid|test] [--corpus.SETTING VALUE ...] [--json]",
     about="Measure how well a model of a run predicts a text.",
     details=f"""\
-Where the corpus has moved since: --corpus.data FOLDER, or --corpus.name FILE for a text of your own.
+Where the corpus has moved since: --corpus.data FOLDER. Another text: --corpus.name FILE, which is read by the
+model's vocabulary; valid and test are its last two twentieths, or files of their own in a folder.
 
 example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
     arguments=_evaluate_arguments,

@@ -34,13 +34,27 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """The numbers of a text. An unknown word becomes `<unk>`; an unknown character is refused."""
         if self.kind == "word":
-            unknown = self.numbers[UNKNOWN]
-            words = split_words(text.encode("utf-8", "surrogateescape"))
-            return [self.numbers.get(word, unknown) for word in words]
+            return self._encode(split_words(text.encode("utf-8", "surrogateescape")))
         if self.kind == "byte":
-            tokens = [bytes([byte]) for byte in text.encode("utf-8", "surrogateescape")]
-        else:
-            tokens = [character.encode("utf-8", "backslashreplace") for character in text]
+            return self._encode([bytes([byte]) for byte in text.encode("utf-8", "surrogateescape")])
+        return self._encode([character.encode("utf-8", "backslashreplace") for character in text])
+
+    def renumber(self, numbers: Array, of: Vocabulary) -> Array:
+        """The numbers here of a text that has `numbers` in another vocabulary; what is unknown, as in `encode`."""
+        if self.kind == "byte" and of.kind == "character":
+            text = b"".join(of.tokens[number] for number in numbers.tolist())
+            numbers, of = np.frombuffer(text, np.uint8), Vocabulary("byte", tuple(bytes([i]) for i in range(256)))
+        if self.kind != of.kind:
+            raise DataError(f"The text must be read in {self.kind}s, as the model does, but is read in {of.kind}s.")
+        used = np.unique(numbers)
+        table = np.zeros(len(of), smallest_dtype(len(self)))
+        table[used] = self._encode([of.tokens[number] for number in used.tolist()])
+        return table[numbers]
+
+    def _encode(self, tokens: Iterable[bytes]) -> list[int]:
+        if self.kind == "word":
+            unknown = self.numbers[UNKNOWN]
+            return [self.numbers.get(token, unknown) for token in tokens]
         try:
             return [self.numbers[token] for token in tokens]
         except KeyError as error:
