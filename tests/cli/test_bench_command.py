@@ -45,10 +45,12 @@ def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.Cap
 
 
 def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_shape(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [row["model"] for row in answer(capsys, str(folder / "flop-l0"))["rows"]]
     assert names == ["dense", "flop-l0"] * len(PRECISIONS)
+    monkeypatch.chdir(folder / "flop-l0")
+    assert [row["model"] for row in answer(capsys, ".")["rows"]] == names
     rows = answer(capsys, str(folder / "flop-l0" / "model"))["rows"]
     assert [row["model"] for row in rows] == ["dense, fresh weights", "flop-l0"] * len(PRECISIONS)
     assert rows[0]["parameters"] > rows[1]["parameters"]

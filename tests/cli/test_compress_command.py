@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.cli.app import run
+from rankwise.data.corpus import open_corpus
+from rankwise.data.windows import Evaluation
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.training.evaluate import evaluate
+from rankwise.training.language import LanguageModel
 
 
 def compressed(capsys: pytest.CaptureFixture[str], folder: Path, out: Path, *words: object) -> nn.Module:
@@ -61,6 +65,28 @@ def test_a_saved_model_is_compressed_again_and_again(tmp_path: Path, capsys: pyt
         torch.testing.assert_close(logits(after, tokens), logits(expected, tokens))
 
 
+def test_what_is_made_of_a_run_says_what_it_lost_and_writes_text(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small"
+    words = ["--removed", 0.1, "--calibration", place / "text.txt", "--windows", 8, "--window", 40]
+    for source in (finished, finished / "flop-l0" / "model"):
+        # one that was made before is replaced whole
+        model = compressed(capsys, source, out, *words, "--overwrite")
+        assert run(["evaluate", str(out), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == rw.count(model)
+        text = Evaluation(open_corpus(next((place / "cache").glob("text-*"))).valid, unroll=8)
+        assert found["loss"] == pytest.approx(evaluate(LanguageModel(model), text, "character").loss, rel=1e-6)
+        assert run(["sample", str(out), "--prompt", "abc", "--length", "9"]) == 0
+        assert re.fullmatch(f"abc[{LETTERS}]{{9}}\n", capsys.readouterr().out)
+    assert run(["compress", str(finished), "--removed", "0.1", "--out", str(out)]) == 2
+    assert "exists. Choose another name, or pass overwrite=True (--overwrite)." in capsys.readouterr().err
+    # and so does what is made of that
+    compressed(capsys, out, tmp_path / "smaller", *words)
+    assert run(["sample", str(tmp_path / "smaller"), "--prompt", "abc"]) == 0
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved model whose architecture is ours, one whose is not, and texts."""
@@ -70,6 +96,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(LETTERS * 100)
     (tmp_path / "greek.txt").write_text("αβγ" * 100)
     (tmp_path / "short.txt").write_text(LETTERS)
+    (tmp_path / "latin.txt").write_bytes((LETTERS * 100).encode() + b"\xe9" + (LETTERS * 100).encode())
     (tmp_path / "damaged").mkdir()
     for name in ("rankwise.json", "model.safetensors"):
         (tmp_path / "damaged" / name).write_text("{")
@@ -83,6 +110,8 @@ def folder(tmp_path: Path) -> Path:
         ("RUN --removed 0.2 --calibration greek.txt --window 9", "in the 8 bytes of the corpus|in the 8 characters"),
         ("RUN --removed 0.2 --calibration short.txt", "at least one window of 256 tokens, but short.txt has 8"),
         ("RUN --removed 0.2 --calibration none.txt", "none.txt is not: No such file"),
+        ("RUN --removed 0.2 --calibration latin.txt", "must be UTF-8, but latin.txt has the byte 0xe9 at position 800"),
+        ("RUN --removed 0.2 --calibration text.txt --windows 0", r"\(--windows\) must be a whole number of at least 1"),
         ("RUN --removed 0.2 --exclude nothing", "'nothing' matches none"),
         ("RUN --removed 0.999", "Remove at most 0."),
         ("own --removed 0.2", "A model of your own needs its `skeleton`"),

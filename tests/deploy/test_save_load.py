@@ -200,6 +200,10 @@ def test_overwrite_never_deletes_what_is_not_a_saved_model(tmp_path: Path, small
         save(small, tmp_path, overwrite=True)
     with pytest.raises(rw.CheckpointError, match="must be a folder, but .*thesis.tex is a file"):
         save(small, tmp_path / "thesis.tex", overwrite=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "experiment.json").write_text("{}")
+    with pytest.raises(rw.CheckpointError, match="also holds experiment.json"):
+        save(small, tmp_path / "run", overwrite=True)
     with pytest.raises(rw.CheckpointError, match="place that can be written, but is .*Choose another place"):
         save(small, tmp_path / "thesis.tex" / "small")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"

@@ -139,6 +139,10 @@ def test_the_command_compresses(place: Path, tmp_path: Path, capsys: pytest.Capt
             ["llama-tied", "--removed", "0.3", "--calibration", "none.txt", "--out", "OUT"],
             "none.txt is not: No such file",
         ),
+        (
+            ["llama-tied", "--removed", "0.3", "--calibration", "llama-tied/model.safetensors", "--out", "OUT"],
+            "must be UTF-8, but llama-tied/model.safetensors has the byte 0x",
+        ),
         (["bert", "--removed", "0.3", "--calibration", "text.txt", "--out", "OUT"], "needs the model's tokenizer, but"),
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "text.txt", "--window", "30", "--out", "OUT"],

@@ -62,8 +62,8 @@ def compress(options: Options) -> None:
         )
     own = open_own(Path(options.model))
     if own is not None:
-        model, vocabulary = own
-        size = compress_saved(model, Budget(**given), options.out, vocabulary=vocabulary, **settings)
+        settings |= {"vocabulary": own.vocabulary, "beside": own.beside}
+        size = compress_saved(own.model, Budget(**given), options.out, **settings)
     else:
         size = _compress_pretrained(options.model, Budget(**given), options.out, settings)
     if options.json:
@@ -96,7 +96,8 @@ COMPRESS = Command(
     details="""\
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
 model's answers lose; with --calibration outputs are measured on that text. `from_pretrained` loads the folder
-after `import rankwise`; a model of a run, or of `rankwise.save`, gives a folder for `rankwise.load`.
+after `import rankwise`; a model of a run, or of `rankwise.save`, gives a folder for `rankwise.load`; that of
+a run can be evaluated and sampled from as before.
 
 example: rankwise compress my-model --removed 0.3 --calibration text.txt --out my-model-small""",
     arguments=add_arguments,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import CheckpointError
 
@@ -13,13 +14,29 @@ if TYPE_CHECKING:
     from rankwise.data.vocabulary import Vocabulary
 
 
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A model of rankwise's own."""
+
+    model: nn.Module
+    beside: dict[str, dict[str, Any]]
+    """What else its run says of it, by file: its experiment and its vocabulary; empty outside of a run."""
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        from rankwise.data.vocabulary import Vocabulary
+        from rankwise.experiments.folder import VOCABULARY
+
+        return Vocabulary.from_json(self.beside[VOCABULARY]) if self.beside else None
+
+
 def open_model(folder: Path) -> nn.Module:
     """The model in a folder, in evaluation mode."""
     if not folder.is_dir():
         raise CheckpointError(f"FOLDER must be a folder that holds a model, but there is no {folder}.")
     own = open_own(folder)
     if own is not None:
-        return own[0]
+        return own.model
     if (folder / "config.json").is_file():
         from rankwise.hf.loading import open_folder
 
@@ -29,16 +46,19 @@ def open_model(folder: Path) -> nn.Module:
     )
 
 
-def open_own(folder: Path) -> tuple[nn.Module, Vocabulary | None] | None:
-    """The model of a run or of `rankwise.save`, and its vocabulary where a run tells it; None for other folders."""
+def open_own(folder: Path) -> Own | None:
+    """The model of a run or of `rankwise.save`; None for other folders."""
     from rankwise.deploy.load import load
-    from rankwise.deploy.save import STRUCTURE
-    from rankwise.experiments.folder import EXPERIMENT, load_run, read_vocabulary
+    from rankwise.deploy.save import OF_RUN, STRUCTURE
+    from rankwise.experiments.folder import EXPERIMENT, load_run, read
 
     if (folder / EXPERIMENT).is_file():
         run = load_run(folder)
-        return run.model, run.vocabulary
-    if not (folder / STRUCTURE).is_file():
+        model, place = run.model, run.folder
+    elif (folder / STRUCTURE).is_file():
+        model, place = load(folder).eval(), folder.resolve().parent
+    else:
         return None
-    of_run = folder.resolve().parent
-    return load(folder).eval(), read_vocabulary(of_run) if (of_run / EXPERIMENT).is_file() else None
+    found = {name: read(place / name) for name in OF_RUN}
+    whole = {name: content for name, content in found.items() if content is not None}
+    return Own(model, whole if len(whole) == len(found) else {})

@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.data.text import Text
-from rankwise.errors import DataError
+from rankwise.data.text import Text, not_utf8
 
 Array: TypeAlias = NDArray[Any]
 Kind = Literal["byte", "character", "word"]
@@ -138,7 +137,4 @@ def _decoded(
     try:
         return decoder.decode(block, final) if decoder else block.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"A text of characters or words must be UTF-8, but {text.label} has the byte "
-            f"0x{error.object[error.start]:02x} at position {position + error.start:,}. Convert it to UTF-8 first."
-        ) from None
+        raise not_utf8(text.label, position, error) from None

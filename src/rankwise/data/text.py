@@ -80,6 +80,14 @@ def check_digest(path: Path, expected: str, remedy: str) -> None:
         raise DataError(f"{path} must have the checksum {expected}, but has {found} instead. {remedy}")
 
 
+def not_utf8(label: object, position: int, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are no text; what could not be decoded begins at `position`."""
+    return DataError(
+        f"A text of characters or words must be UTF-8, but {label} has the byte 0x{error.object[error.start]:02x} at "
+        f"position {position + error.start:,}. Convert it to UTF-8 first."
+    )
+
+
 def reason(error: BaseException) -> str:
     """Why a call of the system or of a library failed, in its words."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

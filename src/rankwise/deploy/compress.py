@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
+from rankwise.data.text import not_utf8
 from rankwise.data.vocabulary import Vocabulary
-from rankwise.deploy.save import check_target, save
+from rankwise.deploy.save import check_target, save_with
 from rankwise.errors import DataError, PlanError
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
@@ -44,7 +46,8 @@ class Calibration:
         for name in ("num_windows", "window", "loss_window"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
+                option = " (--windows)" if name == "num_windows" else ""
+                raise ValueError(f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead.")
 
 
 def compress_saved(
@@ -58,12 +61,14 @@ def compress_saved(
     embeddings: bool = False,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
+    beside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> SizeReport:
     """Compress `model`, which `rankwise.load` gave, in place and into the folder `out`, which `rankwise.load` opens.
 
     Args:
         model: of any kind; with `calibration`, one of our language models.
         vocabulary: what `calibration` is read by.
+        beside: JSON files that are written along with the model, by name.
         budget, out, calibration, layout, embeddings, exclude, overwrite: as for models of transformers.
     """
     target = Path(out).resolve()
@@ -72,7 +77,7 @@ def compress_saved(
     account = account_of(model, plan, Svd(layout=layout), trained=True)
     data = {} if calibration is None else _data(model, calibration, vocabulary)
     compress(model, budget, plan=plan, layout=layout, in_place=True, **data)
-    save(model, target, overwrite=overwrite)
+    save_with(model, target, beside or {}, overwrite=overwrite)
     return SizeReport.of(model, account, budget)
 
 
@@ -108,8 +113,9 @@ def text_windows(
             number = max(1, min(calibration.num_windows, size // span))
             windows = []
             for i in range(number):
-                file.seek(i * size // number)
-                text = file.read(span).decode("utf-8", errors="ignore")
+                first = i * size // number
+                file.seek(first)
+                text = _decoded(calibration.file, file.read(span), first)
                 windows.append(torch.tensor(encode(text)[:length], dtype=torch.long))
     except OSError as error:
         raise DataError(f"`calibration` must be a text, but {calibration.file} is not: {error.strerror}.") from None
@@ -120,6 +126,17 @@ def text_windows(
             f"{max(len(window) for window in windows)}. Give a longer text, or shorter windows."
         )
     return whole
+
+
+def _decoded(path: Path, block: bytes, first: int) -> str:
+    """A block that begins at byte `first` of a text, without the characters that are cut at its ends."""
+    cut = 0
+    while first > 0 and cut < min(BYTES_PER_CHARACTER - 1, len(block)) and block[cut] & 0xC0 == 0x80:
+        cut += 1
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(block[cut:])
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, first + cut, error) from None
 
 
 def plan_of(model: nn.Module, *, embeddings: bool, exclude: Sequence[str]) -> Plan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ FORMAT = "rankwise"
 VERSION = 1
 WEIGHTS = "model.safetensors"
 STRUCTURE = "rankwise.json"
+OF_RUN = ("experiment.json", "vocabulary.json")
+"""What stands beside the model of a run."""
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -39,6 +41,17 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = 
     The folder appears only when it is complete. With `overwrite`, an earlier saved model of that name is replaced by
     the new one at the very end; whatever goes wrong before leaves it as it was.
     """
+    save_with(model, folder, {}, overwrite=overwrite)
+
+
+def save_with(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    beside: Mapping[str, Mapping[str, Any]],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """`save`, and JSON files `beside` the model, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     stored, tied = _distinct(model)
@@ -46,6 +59,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = 
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
+        for name, content in beside.items():
+            write_json(unfinished / name, content)
         _write(unfinished, stored, structure)
 
 
@@ -126,8 +141,11 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise CheckpointError(f"`folder` must be a folder, but {target} is a file. Choose another name.")
     if not overwrite:
-        raise CheckpointError(f"`folder` must be new, but {target} exists. Choose another name or pass overwrite=True.")
-    others = sorted(entry.name for entry in target.iterdir() if entry.name not in (WEIGHTS, STRUCTURE))
+        raise CheckpointError(
+            f"`folder` must be new, but {target} exists. Choose another name, or pass overwrite=True (--overwrite)."
+        )
+    own = (WEIGHTS, STRUCTURE, *(OF_RUN if (target / STRUCTURE).is_file() else ()))
+    others = sorted(entry.name for entry in target.iterdir() if entry.name not in own)
     if others:
         raise CheckpointError(
             f"`overwrite` must replace a saved model and nothing else, but {target} also holds {others[0]}. "

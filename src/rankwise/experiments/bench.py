@@ -43,12 +43,14 @@ class Found:
 
 def find_models(folder: Path) -> Found:
     """The models of a run or of one of its methods, a model that `rankwise.save` wrote, or one of Hugging Face."""
-    if (folder / EXPERIMENT).is_file():
-        return _of_run(folder)
+    # "." has no name, and no parent
+    folder = folder.resolve() if folder.name in ("", "..") else folder
     if (folder / STRUCTURE).is_file():
         dense = dense_model(folder)
         name = folder.name if folder.name != MODEL else folder.parent.name
         return Found({"dense, fresh weights": dense, name: load(folder)}, _num_words(dense), LENGTH, None)
+    if (folder / EXPERIMENT).is_file():
+        return _of_run(folder)
     if (folder / HUGGING_FACE).is_file():
         return _of_hugging_face(folder)
     raise CheckpointError(

@@ -21,6 +21,7 @@ from torch import nn
 from rankwise.data.corpus import Corpus
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
+from rankwise.deploy.save import STRUCTURE
 from rankwise.errors import CheckpointError, DataError
 from rankwise.experiments.arms import FORMAT, AnyExperiment
 from rankwise.experiments.config import Experiment
@@ -130,9 +131,12 @@ def load_run(folder: Path) -> Exported:
             f"A run of a language model is needed here, but {folder} is one of GLUE. "
             "Its models load by `from_pretrained`; `rankwise report` shows their figures."
         )
-    place = folder if (folder / MODEL).is_dir() else folder / experiment.method.name
+    # what `rankwise compress` makes of a run's model is no folder inside
+    compressed = (folder / STRUCTURE).is_file()
+    place = folder if compressed or (folder / MODEL).is_dir() else folder / experiment.method.name
+    model = place if compressed else place / MODEL
     vocabulary = read_vocabulary(place)
-    if vocabulary is None or not (place / MODEL).is_dir():
+    if vocabulary is None or not model.is_dir():
         refuse_sweep(folder)
         raise CheckpointError(
             f"A run must be finished before its model can be used, but there is none in {place}. "
@@ -140,7 +144,7 @@ def load_run(folder: Path) -> Exported:
         )
     own = read_experiment(place)
     assert isinstance(own, Experiment)
-    return Exported(place, own, load(place / MODEL).eval(), vocabulary)
+    return Exported(place, own, load(model).eval(), vocabulary)
 
 
 def refuse_sweep(folder: Path) -> None:

@@ -95,7 +95,9 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise CheckpointError(f"`folder` must be a folder, but {target} is a file. Choose another name.")
     if not overwrite:
-        raise CheckpointError(f"`folder` must be new, but {target} exists. Choose another name or pass overwrite=True.")
+        raise CheckpointError(
+            f"`folder` must be new, but {target} exists. Choose another name, or pass overwrite=True (--overwrite)."
+        )
     inside = sorted(entry.name for entry in target.iterdir() if entry.is_dir())
     if inside or not (target / CONFIG).is_file() or "model_type" not in json.loads((target / CONFIG).read_text()):
         what = f"also holds the folder {inside[0]}" if inside else f"has no {CONFIG} of one"
