@@ -217,12 +217,13 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
     again = lines(capsys, *arguments, *grid)
     assert again == found
     assert lines(capsys, "report", str(folder)) == found[: -len(["", "where"])]
-    # what needs one model says which there are
+    # what needs one model says which there are, the bases too
+    number = len([0, 1]) * len(["base", *arms])
     for command in ("bench", "evaluate", "sample", "export --to pt2", "compress --removed 0.2 --out small"):
         name, *rest = command.split()
         assert run([name, str(folder), *rest]) == 2
         said = capsys.readouterr().err
-        assert f"{folder} holds the 10 of a sweep. Give the folder of one: {folder / 'seed-0' / 'base'}, " in said
+        assert f"{folder} holds the {number} of a sweep. Give the folder of one: {folder / 'seed-0' / 'base'}, " in said
         assert said.count("\n") == 1
     assert run(["sample", str(folder / "seed-1")]) == 2
     assert f"Give the folder of one: {folder / 'seed-1' / 'base'}, " in capsys.readouterr().err

@@ -149,7 +149,9 @@ def load_run(folder: Path) -> Exported:
 
 def refuse_sweep(folder: Path) -> None:
     """Refuse the folder of a sweep, or of one of its seeds, where one model is needed."""
-    if not (folder / RECORD).is_file():
+    record = read(folder / RECORD)
+    # of a run whose own model is gone
+    if record is None or read_experiment(folder).method.name in record.get("arms", ()):
         return
     models = sorted(path.parent for pattern in ("*", "seed-*/*") for path in folder.glob(f"{pattern}/{MODEL}"))
     if models:
