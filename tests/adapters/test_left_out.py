@@ -102,19 +102,39 @@ def test_a_parametrized_layer_is_named_with_its_reason() -> None:
     assert reasons(plan).get("0") == "its weight is parametrized"
 
 
-def test_an_alias_of_a_layer_is_read_all_the_same() -> None:
+def test_a_layer_that_is_read_under_another_name_is_left_out() -> None:
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            layer, called = self.layer, self.called
+            x = called(F.linear(x, layer.weight))
+            for each in self.layers:
+                x = F.linear(x, each.weight)
+            return x
+
+    assert names(find_plan(Alias())) == {"called"}
+
+
+def multiply(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight)
+
+
+def test_a_layer_that_is_read_by_a_function_can_be() -> None:
     """The remedy of what the search of source code cannot see: `layer.weight` of a gated layer is its matrix."""
 
-    class Alias(nn.Module):
+    class Hands(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            layer = self.layer
-            return F.linear(x, layer.weight)
+            return multiply(self.layer, x)
 
-    model = Alias()
+    model = Hands()
     pruner = rw.Pruner(model, rw.Budget(params=16), "flop-agp", anneal_steps=1)
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), model.layer(x))
@@ -211,23 +231,6 @@ def test_a_layer_that_is_read_by_index_is_left_out() -> None:
             return self.head(x)
 
     assert names(find_plan(Indexed())) == {"head"}
-
-
-class TakenApart(nn.Module):
-    """Calls the layers of its pair one by one, with something between."""
-
-    def __init__(this) -> None:  # noqa: N805
-        super().__init__()
-        this.pair = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16))
-
-    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
-        return this.pair[1](torch.tanh(this.pair[0](x)))
-
-
-def test_a_pair_that_is_taken_apart_is_two_layers() -> None:
-    model = TakenApart()
-    assert kinds(find_plan(model)) == {"pair.0": "linear", "pair.1": "linear"}
-    assert_trains_and_exports(model, torch.randn(3, 16))
 
 
 class SharedHalf(nn.Module):

@@ -39,6 +39,9 @@ class Model(nn.Module):
         self.head = nn.Linear(width, WORDS)
         self.head.weight = self.words.weight
 
+    def forward(self, tokens):
+        return self.head(self.pair(self.fc(self.words(tokens))))
+
 def build():
     return Model()
 

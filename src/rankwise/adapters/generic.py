@@ -13,7 +13,7 @@ from torch import nn
 
 from rankwise.adapters.heads import fresh
 from rankwise.adapters.kinds import WHOLES, kind_of, matrix_key, site_of, why_not
-from rankwise.adapters.readers import indexed, readers
+from rankwise.adapters.readers import only_called, readers
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
 from rankwise.errors import PlanError
@@ -81,7 +81,7 @@ def _uses(model: nn.Module, include: Pattern | None, exclude: Pattern) -> tuple[
         elif any(matches(each, exclude) for each in names[id(module)]):
             reason = "in `exclude`"
         elif id(module) in read:
-            reason = f"{read[id(module)]} reads its weight itself"
+            reason = read[id(module)]
         elif any(parameter.numel() == 0 for parameter in module.parameters()):
             reason = "it is empty"
         elif id(module) in random:
@@ -102,12 +102,12 @@ def _parts(model: nn.Module) -> set[int]:
             for child in module.children():
                 parents[id(child)].add(id(module))
     parts: set[int] = set()
-    taken_apart = indexed(model)
+    called = only_called(model)
     for module in model.modules():
         inside = [id(each) for each in module.modules() if each is not module]
         whole = isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
-        # a layer that is also used outside its pair makes the pair two layers like any others
-        pair = kind_of(module) in WHOLES and id(module) not in taken_apart
+        # code between its layers, or one that is also used outside, makes a pair two layers like any others
+        pair = kind_of(module) in WHOLES and id(module) in called
         if whole or (pair and all(len(parents[part]) == 1 for part in inside)):
             parts.update(inside)
     return parts

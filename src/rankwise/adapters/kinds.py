@@ -43,6 +43,8 @@ def why_not(module: nn.Module) -> str | None:
 def _refusal(module: nn.Module) -> str | None:
     """Why a module is not used as a plain linear layer or embedding; None where it is."""
     name = type(module).__name__
+    if isinstance(module, PivotLinear):
+        return "the pair that it is half of is not only called"
     conv1d = name == "Conv1D" and hasattr(module, "nf") and getattr(module.weight, "ndim", 0) == 2
     if not isinstance(module, nn.Linear | nn.Embedding) and not conv1d:
         return f"{name} is not a linear layer or an embedding"

@@ -1,44 +1,42 @@
-"""Which layers' weights are read behind their back, found in the source of a model's classes.
+"""Layers of a model that must stay what they are, because code around them reads more than what they give.
 
-`nn.MultiheadAttention` and the fast path of `nn.TransformerEncoderLayer` do so: `F.linear(x, self.layer.weight)`. Such
-layers must stay what they are. Code that reaches a weight through a variable is not seen. Code that only asks for a
-weight's dtype or device (T5: `x.to(self.wo.weight.dtype)`) does no harm, as long as there is something to ask.
+`nn.MultiheadAttention` and the fast path of `nn.TransformerEncoderLayer` do so: `F.linear(x, self.layer.weight)`. Code
+that only asks for a weight's dtype or device (T5: `x.to(self.wo.weight.dtype)`) does no harm, as long as there is
+something to ask.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 from torch import nn
 
-_WEIGHT = re.compile(r"self\.([\w.]+)(\[.+\])?\.(?:weight|bias)")
-_ASKED = re.compile(r"self\.([\w.]+)(\[.+\])?\.weight")
-_ITEM = re.compile(r"self\.([\w.]+)\[.+\]")
-_BUILDING = re.compile(r"__init__|_?init_weights|_?reset_parameters|_?tie_\w+|from_\w+|resize_\w+")
-"""Functions that do not run in training, where reading a weight does no harm."""
+from rankwise.adapters.kinds import WHOLES, kind_of
+from rankwise.adapters.mentions import ALL, EACH, HELD, Manner, Path, mentions
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(frozen=True)
-class _Code:
-    """Every `self.x...` and `self.x[...]` in the code that a class runs after it is built, as text."""
+class _Found(NamedTuple):
+    """A module that code inside another one names."""
 
-    used: frozenset[str]
-    asked: frozenset[str]
-    """Those that are only asked for their dtype, device or type."""
+    by: nn.Module
+    way: tuple[nn.Module, ...]
+    """Modules that lie between the two."""
+    module: nn.Module
+    rest: Path
+    """What is wanted of it."""
+    manner: Manner
 
 
 def readers(model: nn.Module) -> dict[int, str]:
-    """Modules whose weight or bias another module reads when it runs, by identity, and the class that does."""
+    """Layers that another module reads when it runs, by identity, and how."""
     found: dict[int, str] = {}
-    for module in model.modules():
-        for text in _code(type(module)).used:  # type: ignore[arg-type]
-            found |= {id(each): type(module).__name__ for each in _named(module, _WEIGHT.fullmatch(text))}
+    for by, _, module, rest, manner in _named(model):
+        name = type(by).__name__
+        if rest[:1] in (("weight",), ("bias",)) and not _asks(rest, manner):
+            found[id(module)] = f"{name} reads its weight itself"
     return found
 
 
@@ -47,64 +45,69 @@ def answer(model: nn.Module) -> None:
 
     It moves and is cast with the layer, is not saved, and cannot be mistaken for the weight: it has no data.
     """
-    for module in list(model.modules()):
-        for text in _code(type(module)).asked:  # type: ignore[arg-type]
-            for child in _named(module, _ASKED.fullmatch(text)):
-                if not hasattr(child, "weight"):
-                    child.register_buffer("weight", next(child.parameters()).detach().new_empty(0), persistent=False)
+    for _, _, module, rest, manner in list(_named(model)):
+        if _asks(rest, manner) and kind_of(module) in WHOLES and not hasattr(module, "weight"):
+            module.register_buffer("weight", next(module.parameters()).detach().new_empty(0), persistent=False)
 
 
-def indexed(model: nn.Module) -> set[int]:
-    """Modules of which another module takes a single item when it runs, by identity."""
-    found: set[int] = set()
+def only_called(model: nn.Module) -> set[int]:
+    """Modules that are seen to be called, and of which nothing else is made, by identity."""
+    called = {id(model)}
+    other: set[int] = set()
+    for _, way, module, rest, manner in _named(model):
+        other.update(map(id, way))
+        if rest in (("forward",), ("__call__",)) or (manner == "called" and not rest):
+            called.add(id(module))
+        elif not rest and manner == "handed on":
+            other.update(map(id, _items(module)))
     for module in model.modules():
-        for text in _code(type(module)).used:  # type: ignore[arg-type]
-            match = _ITEM.fullmatch(text)
-            if match and (child := _child(module, match[1])) is not None:
-                found.add(id(child))
-    return found
+        # a sequence calls its children; those of a list that is the whole model are called by someone outside
+        passes_on = type(module) in CONTAINERS or type(module).forward is nn.Sequential.forward
+        if id(module) in called and passes_on:
+            called.update(map(id, module.children()))
+    # T5 holds its table of words under a name that no code calls, and under others that it does
+    pairs = {id(module): _weights(module) for module in model.modules() if type(module) is nn.Sequential}
+    known = {pairs[key] for key in called & pairs.keys()}
+    called.update(key for key, weights in pairs.items() if weights in known)
+    return called - other
 
 
-def _named(module: nn.Module, match: re.Match[str] | None) -> Iterator[nn.Module]:
-    """The modules whose weight a text names: `self.x.weight`, or every item where it is `self.x[i].weight`."""
-    child = _child(module, match[1]) if match else None
-    if match and child is not None:
-        yield from child.children() if match[2] else [child]
+def _weights(module: nn.Module) -> frozenset[int]:
+    return frozenset(map(id, module.parameters()))
 
 
-def _child(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, and what a container holds."""
+    yield module
+    if isinstance(module, CONTAINERS):
+        for child in module.children():
+            yield from _items(child)
 
 
-@cache
-def _code(cls: type[nn.Module]) -> _Code:
-    used: set[str] = set()
-    asked: set[str] = set()
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef) and not _BUILDING.fullmatch(function.name):
-                for text, is_asked in _texts(function):
-                    (asked if is_asked else used).add(text)
-    return _Code(frozenset(used), frozenset(asked - used))
+def _asks(rest: Path, manner: Manner) -> bool:
+    """Whether only the kind of a weight is wanted."""
+    return rest[:1] == ("weight",) and (rest[1:2] in (("dtype",), ("device",)) or (manner == "asked" and not rest[1:]))
 
 
-def _texts(function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
-    """What the code names, and whether it only asks what that is."""
-    own = function.args.args[0].arg if function.args.args else "self"
-    for parent in ast.walk(function):
-        for node in ast.iter_child_nodes(parent):
-            if isinstance(node, ast.Attribute | ast.Subscript) and (text := ast.unparse(node)).startswith(own + "."):
-                yield "self" + text.removeprefix(own), _asks(parent)
+def _named(model: nn.Module) -> Iterator[_Found]:
+    for module in model.modules():
+        for path, manner in mentions(type(module)):  # type: ignore[arg-type]
+            for way, rest in _along((), module, path):
+                if way:
+                    yield _Found(module, way[:-1], way[-1], rest, manner)
 
 
-def _asks(parent: ast.AST) -> bool:
-    if isinstance(parent, ast.Call):
-        return isinstance(parent.func, ast.Name) and parent.func.id == "isinstance"
-    return isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device")
+def _along(way: tuple[nn.Module, ...], module: nn.Module, path: Path) -> Iterator[tuple[tuple[nn.Module, ...], Path]]:
+    """The modules that a path leads through, and what is left of it behind the last of them."""
+    first, rest = path[:1], path[1:]
+    if first in ((EACH,), (ALL,)):
+        children = list(module.children())
+    elif first and (child := module._modules.get(first[0])) is not None:
+        children = [child]
+    else:
+        yield way, tuple(part for part in path if part != HELD)
+        return
+    for child in children:
+        yield from _along((*way, child), child, rest)
+        if first == (ALL,):
+            yield from _along((*way, child), child, path)
