@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
+"""What layers of PyTorch tell of themselves, and those in their place do too."""
+
 
 def select(x_BI: Tensor, index_K: Tensor) -> Tensor:
     """x[..., index]: torch is many times faster at it with two dimensions."""
@@ -79,6 +82,14 @@ class LowRankHead(nn.Module):
         self.projection = projection
         self.bias = bias
 
+    @property
+    def in_features(self) -> int:
+        return self.projection.out_features
+
+    @property
+    def out_features(self) -> int:
+        return self.embedding.num_embeddings
+
     def forward(self, h_BD: Tensor) -> Tensor:
         h_BK = F.linear(h_BD, self.projection.weight.t())
         return F.linear(h_BK, self.embedding.weight, self.bias)
@@ -100,13 +111,21 @@ class SelectedLinear(nn.Module):
         self.bias = bias
         self.register_buffer("kept", kept_I)
 
+    @property
+    def in_features(self) -> int:
+        return self.kept.numel()
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
     def forward(self, x_BI: Tensor) -> Tensor:
         # the number is known, so this neither waits for a GPU nor makes a shape that depends on data
         index_K = torch.nonzero_static(self.kept, size=self.weight.shape[1]).flatten()
         return F.linear(select(x_BI, index_K), self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.kept.numel()}, kept={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+        return f"in_features={self.in_features}, kept={self.weight.shape[1]}, out_features={self.out_features}"
 
 
 def linear(weight_OI: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
@@ -126,6 +145,17 @@ def embedding(weight_ND: nn.Parameter, padding_idx: int | None) -> nn.Embedding:
     module = nn.Embedding(num_words, width, padding_idx, _weight=weight_ND.detach())
     module.weight = weight_ND
     return module
+
+
+def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> nn.Sequential:
+    """Two layers in the place of one, with its sizes: the model's code may ask for them."""
+    made = nn.Sequential(first, second)
+    if isinstance(first, nn.Embedding):
+        words, padding_idx = first.num_embeddings, first.padding_idx
+        vars(made).update(num_embeddings=words, embedding_dim=second.out_features, padding_idx=padding_idx)
+    else:
+        vars(made).update(in_features=first.in_features, out_features=second.out_features)
+    return made
 
 
 class Pair(NamedTuple):

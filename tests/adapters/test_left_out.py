@@ -233,6 +233,92 @@ def test_a_layer_that_is_read_by_index_is_left_out() -> None:
     assert names(find_plan(Indexed())) == {"head"}
 
 
+class Mixed(nn.Module):
+    """Does one thing with an `nn.Linear` and another with other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)])
+
+
+class InLoop(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + x if isinstance(layer, nn.Linear) else layer(x)
+        return x
+
+
+class OfSequences(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + x if isinstance(layer, (nn.Sequential, nn.Conv1d)) else layer(x)
+        return x
+
+
+class InMethod(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) + x if type(layer) is nn.Linear else layer(x)
+
+
+def run(layer: nn.Module, x: Tensor) -> Tensor:
+    match layer:
+        case nn.Linear():
+            return layer(x) + x
+        case _:
+            return layer(x)
+
+
+class InFunction(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = run(layer, x)
+        return x
+
+
+@pytest.mark.parametrize("build", [InLoop, OfSequences, InMethod, InFunction])
+def test_a_layer_whose_type_is_asked_for_is_left_out(build: Any) -> None:
+    model, x = nn.Sequential(build(), nn.Linear(8, 8)), torch.randn(3, 8)
+    plan = find_plan(model)
+    assert names(plan) == {"1"}
+    assert reasons(plan) == dict.fromkeys(["0.layers.0", "0.layers.2"], f"{build.__name__} asks for its type")
+    expected = model(x)
+    small = rw.compress(model, rw.Budget(params=rw.count(model)))
+    torch.testing.assert_close(small(x), expected)
+    rw.Pruner(model, rw.Budget(removed=0.1), "flop-agp", anneal_steps=10)
+    torch.testing.assert_close(model(x), expected)
+
+
+class ByType(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first, self.second = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.start()
+
+    def start(self) -> None:
+        for layer in (self.first, self.second):
+            if isinstance(layer, nn.Linear):
+                nn.init.ones_(layer.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) if isinstance(self.words, nn.Embedding) else tokens
+        for layer in (self.first, self.second):
+            x = layer(x) if isinstance(layer, nn.Module) and not isinstance(x, nn.LayerNorm) else x
+        return self.norm(x)
+
+
+def test_only_the_layer_whose_type_is_asked_for_is_left_out() -> None:
+    """And neither one that is asked when the model is built, nor one that is asked for a type that stays."""
+    plan = find_plan(ByType())
+    assert reasons(plan) == {"words": "ByType asks for its type"}
+    assert names(plan) == {"first", "second"}
+
+
 class SharedHalf(nn.Module):
     """Two pairs that begin with the same layer."""
 

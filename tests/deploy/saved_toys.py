@@ -61,6 +61,24 @@ class Tower(nn.Module):
         return self.other(self.twin(self.other(self.again(torch.tanh(self.first(self.words(tokens)))))))
 
 
+class Asks(nn.Module):
+    """Forms its tensors by what its layers tell of themselves, and so runs only if they all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 12, padding_idx=0)
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.head = nn.Linear(12, 20)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        real = (tokens % self.words.num_embeddings != self.words.padding_idx).unsqueeze(-1)
+        x = self.words(tokens).view(-1, self.first.in_features)
+        h = torch.tanh(self.first(x)).view(-1, 4, self.first.out_features // 4)
+        y = self.second(h.view(-1, self.second.in_features)).view(*tokens.shape, self.words.embedding_dim)
+        return self.head(y * real).view(*tokens.shape, self.head.out_features)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10, bias=False))
 
@@ -85,6 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "low-rank": (Spec(num_words=20, width=12, back="low-rank", parts=("pair", "nested")).build, tokens),
     "shared": (Tower, tokens),
     "buffered": (Buffered, tokens),
+    "asks": (Asks, tokens),
     "bf16": (bf16, tokens),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import Spec, batch
+from saved_toys import Asks, compact, tokens
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -115,7 +116,11 @@ def selected() -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 4), SelectedLinear(nn.Parameter(torch.randn(5, 3)), kept))
 
 
-@pytest.mark.parametrize("build", [rank_zero, selected, sru, adaptive, transformer_xl, tied_and_low_rank])
+def asks() -> nn.Module:
+    return compact(Asks, tokens(), "np-l0")
+
+
+@pytest.mark.parametrize("build", [rank_zero, selected, asks, sru, adaptive, transformer_xl, tied_and_low_rank])
 def test_the_form_for_engines_is_the_same_function_and_leaves_the_model_alone(build: Any) -> None:
     model = build().eval()
     kinds = [type(module) for module in model.modules()]

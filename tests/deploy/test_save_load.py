@@ -61,7 +61,7 @@ def test_a_loaded_model_is_the_saved_one_bit_for_bit(name: str, method: str, tmp
 
 
 @pytest.mark.parametrize("method", ["np-l0", "flop-l0", "svd", "svd pivot"])
-@pytest.mark.parametrize("name", ["mlp", "root", "tied", "low-rank", "shared"])
+@pytest.mark.parametrize("name", ["mlp", "root", "tied", "low-rank", "shared", "asks"])
 def test_a_skeleton_on_the_meta_device_is_filled(name: str, method: str, tmp_path: Path) -> None:
     build, inputs = MODELS[name]
     x = inputs()

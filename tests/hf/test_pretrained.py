@@ -207,6 +207,9 @@ def test_a_compact_model_takes_another_vocabulary(family: str, method: str, tmp_
             if isinstance(module, nn.Embedding | nn.Linear):
                 rows = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
                 assert rows == module.weight.shape[0]
+        assert small.get_input_embeddings().num_embeddings == words
+        head = small.get_output_embeddings()
+        assert head is None or head.out_features == words
         small.save_pretrained(tmp_path / str(words))
         assert_same(load(tmp_path / str(words), type(small)), small, **inputs)
         # the last word is there
@@ -500,6 +503,23 @@ def test_an_upload_goes_through_the_same_door(tmp_path: Path, monkeypatch: pytes
     small.save_pretrained(tmp_path / "name", push_to_hub=True, commit_message="m")
     assert uploads == [(("name",), {"commit_message": "m"})]
     assert entry(tmp_path / "name")["quant_method"] == "rankwise"
+
+
+@pytest.mark.parametrize("layout", ["pair", "pivot"])
+def test_layers_that_are_asked_for_their_sizes_tell_them(layout: Any, tmp_path: Path) -> None:
+    """Whisper asks its table of positions how many there are."""
+    shape = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = hf.WhisperConfig(
+        vocab_size=WORDS, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=10,
+        max_target_positions=10, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **shape,
+    )  # fmt: skip
+    model = hf.WhisperForConditionalGeneration(config).eval()
+    inputs = {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": batch(model)["input_ids"][:2]}
+    small: Any = rw.compress(model, rw.Budget(removed=0.4), layout=layout)
+    assert isinstance(small.model.encoder.embed_positions, nn.Sequential)
+    assert logits(small, **inputs).shape == logits(model, **inputs).shape
+    small.save_pretrained(tmp_path)
+    assert_same(load(tmp_path, type(small)), small, **inputs)
 
 
 def test_rankwise_load_knows_what_a_model_asks_its_layers(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -24,10 +25,12 @@ EACH, ALL, HELD = "*", "**", "[]"
 LONGEST = 8
 """Parts of a path, for code such as `node = node.next`."""
 
-Manner = Literal["called", "asked", "held", "handed on"]
-"""`asked`: for its type. `held`: nothing is done with it."""
+Manner = Literal["called", "asked", "tested", "held", "handed on"]
+"""`asked`: for a type that is no layer's. `tested`: for one that pruning changes. `held`: nothing is done with it."""
+TYPES = {"Linear", "Embedding", "Sequential"}
+"""What layers are before and after pruning."""
 OURS = "rankwise"
-"""Our own models hand layers to kernels, which take a pair as one."""
+"""Our own models hand layers to kernels, which take a pair as one, and know what pruning makes of it."""
 NAMING = {"items": "values", "named_children": "children", "named_modules": "modules"}
 """Methods that give names as well."""
 HARMLESS = {"len", "hasattr", "type", "id", "print", "bool", "repr", "str"}
@@ -68,12 +71,15 @@ def _mentions(base: type, function: ast.FunctionDef, *, runs: bool) -> set[Menti
         found = {mention for mention in found if _is_plain(mention)}
     if package == OURS:
         return {Mention(path, "called" if manner == "handed on" else manner) for path, manner in found}
+    if runs:
+        helpers = _helpers(function, getattr(sys.modules.get(base.__module__), "__dict__", {}), package, set())
+        found |= {Mention((ALL,), "tested") for helper in helpers if _Reading(helper, "").tests}
     return found
 
 
 def _is_plain(mention: Mention) -> bool:
     """Whether a mention counts in any function: one that may mean any layer counts only where it is run."""
-    return mention.path[:1] != (EACH,) and ALL not in mention.path
+    return mention.path[:1] != (EACH,) and ALL not in mention.path and mention.manner != "tested"
 
 
 @cache
@@ -82,7 +88,7 @@ def _functions(cls: type) -> list[ast.FunctionDef]:
 
 
 @cache
-def _parsed(thing: type) -> ast.AST | None:
+def _parsed(thing: type | Callable[..., Any]) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -105,6 +111,19 @@ def _reached(bases: tuple[type, ...], *first: str) -> set[str]:
     return found
 
 
+def _helpers(function: ast.AST, namespace: dict[str, Any], package: str, seen: set[object]) -> Iterator[ast.AST]:
+    """Functions of the same package that a function calls by name, and those that they call."""
+    for node in ast.walk(function):
+        helper = namespace.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        if not inspect.isfunction(helper) or helper in seen or helper.__module__.partition(".")[0] != package:
+            continue
+        seen.add(helper)
+        tree = _parsed(helper)
+        if tree is not None:
+            yield tree
+            yield from _helpers(tree, helper.__globals__, package, seen)
+
+
 def _own(function: ast.FunctionDef) -> str:
     return function.args.args[0].arg if function.args.args else "self"
 
@@ -116,12 +135,14 @@ class _Reading:
         self.own = own
         self.names: dict[str, set[Path]] = defaultdict(set)
         self.found: set[Mention] = set()
+        self.tests = False
         nodes = list(ast.walk(function))
         # more than once: a variable may stand for another that is bound further down
         for _ in range(3):
             for node in nodes:
                 self._bind(node)
         for node in nodes:
+            self._test(node)
             for child in ast.iter_child_nodes(node):
                 paths = self.paths(child)
                 # what contains it is judged in its place
@@ -234,6 +255,22 @@ class _Reading:
                         self._stand(each.value, self._longer(items, HELD))
                     else:
                         self._stand(each, items)
+
+    def _test(self, node: ast.AST) -> None:
+        """Code that does one thing with a layer and another with what takes its place."""
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[subject, types]):
+                kinds: list[ast.AST] = [types]
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type"), args=[subject]), comparators=types):
+                kinds = list(types)
+            case ast.Match(subject=subject, cases=cases):
+                kinds = [case.pattern for case in cases]
+            case _:
+                return
+        parts = [part for kind in kinds for part in ast.walk(kind)]
+        if TYPES & {getattr(part, "attr", getattr(part, "id", None)) for part in parts}:
+            self.tests = True
+            self.found |= {Mention(path, "tested") for path in self.paths(subject) or {(ALL,)}}
 
 
 def _manner(node: ast.AST, parent: ast.AST) -> Manner:

@@ -2,7 +2,7 @@
 
 `nn.MultiheadAttention` and the fast path of `nn.TransformerEncoderLayer` do so: `F.linear(x, self.layer.weight)`. Code
 that only asks for a weight's dtype or device (T5: `x.to(self.wo.weight.dtype)`) does no harm, as long as there is
-something to ask.
+something to ask. Code that does one thing with an `nn.Linear` and another with other modules does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def readers(model: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     for by, _, module, rest, manner in _named(model):
         name = type(by).__name__
-        if rest[:1] in (("weight",), ("bias",)) and not _asks(rest, manner):
+        if manner == "tested" and not rest:
+            found[id(module)] = f"{name} asks for its type"
+        elif rest[:1] in (("weight",), ("bias",)) and not _asks(rest, manner):
             found[id(module)] = f"{name} reads its weight itself"
     return found
 
@@ -58,6 +60,8 @@ def only_called(model: nn.Module) -> set[int]:
         other.update(map(id, way))
         if rest in (("forward",), ("__call__",)) or (manner == "called" and not rest):
             called.add(id(module))
+        elif not rest and manner == "tested":
+            other.add(id(module))
         elif not rest and manner == "handed on":
             other.update(map(id, _items(module)))
     for module in model.modules():

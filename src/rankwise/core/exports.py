@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.pivot import choose_rows
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
 
 
 class Export(ABC):
@@ -51,7 +51,7 @@ class LowRankExport(Export):
 
     def as_linear(self, bias: nn.Parameter | None) -> nn.Module:
         if self.table is None:
-            return nn.Sequential(linear(self.q_KI, None), linear(self.p_OK, bias))
+            return joined(linear(self.q_KI, None), linear(self.p_OK, bias))
         words, projection = self.table
         assert isinstance(words, nn.Embedding) and isinstance(projection, nn.Linear)
         return LowRankHead(words, projection, bias)
@@ -59,9 +59,11 @@ class LowRankExport(Export):
     def as_embedding(self, padding_idx: int | None) -> nn.Module:
         if self.table is None:
             q_IK = nn.Parameter(self.q_KI.detach().t().contiguous(), self.q_KI.requires_grad)
-            self.table = nn.Sequential(embedding(self.p_OK, padding_idx), linear(q_IK, None))
+            self.table = joined(embedding(self.p_OK, padding_idx), linear(q_IK, None))
             return self.table
-        return nn.Sequential(embedding(self.p_OK, padding_idx), self.table[1])
+        projection = self.table[1]
+        assert isinstance(projection, nn.Linear)
+        return joined(embedding(self.p_OK, padding_idx), projection)
 
 
 @dataclass
@@ -87,7 +89,7 @@ class PivotExport(Export):
             places, chosen, coefficients = choose_rows(self.p_OK)
             rows_KI = self.p_OK[chosen] @ self.q_KI
             self.made = (self._parameter(rows_KI), self._parameter(coefficients), places)
-        return nn.Sequential(linear(self.made[0], None), self._pivot(bias))
+        return joined(linear(self.made[0], None), self._pivot(bias))
 
     def as_embedding(self, padding_idx: int | None) -> nn.Module:
         if self.made is None:
@@ -96,7 +98,7 @@ class PivotExport(Export):
             self.made = (self._parameter(columns_OK), self._parameter(coefficients), places)
         words = embedding(self.made[0], padding_idx)
         self.words = self.words or words
-        return nn.Sequential(words, self._pivot(None))
+        return joined(words, self._pivot(None))
 
     def _pivot(self, bias: nn.Parameter | None) -> PivotLinear:
         assert self.made is not None

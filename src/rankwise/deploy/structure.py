@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import CheckpointError
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
@@ -78,9 +78,7 @@ class LowRankLinear(Linear):
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         first = linear(_waiting(like, self.rank, self.inputs), None)
-        return nn.Sequential(
-            first, linear(_waiting(like, self.outputs, self.rank), _bias(like, self.outputs, self.bias))
-        )
+        return joined(first, linear(_waiting(like, self.outputs, self.rank), _bias(like, self.outputs, self.bias)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ class PivotPair(LowRankLinear):
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         first = linear(_waiting(like, self.rank, self.inputs), None)
-        return nn.Sequential(first, _pivot(like, self.outputs, self.rank, _bias(like, self.outputs, self.bias)))
+        return joined(first, _pivot(like, self.outputs, self.rank, _bias(like, self.outputs, self.bias)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ class LowRankEmbedding(Embedding):
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         words = embedding(_waiting(like, self.words, self.rank), self.padding_idx)
-        return nn.Sequential(words, linear(_waiting(like, self.width, self.rank), None))
+        return joined(words, linear(_waiting(like, self.width, self.rank), None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,7 @@ class PivotEmbedding(LowRankEmbedding):
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         words = embedding(_waiting(like, self.words, self.rank), self.padding_idx)
-        return nn.Sequential(words, _pivot(like, self.width, self.rank, None))
+        return joined(words, _pivot(like, self.width, self.rank, None))
 
 
 KINDS: dict[str, type[Layer]] = {

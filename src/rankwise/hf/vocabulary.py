@@ -38,8 +38,9 @@ def resize_token_embeddings(
     model._get_resized_embeddings(words, new_num_tokens, pad_to_multiple_of, mean_resizing)
     size = words.weight.shape[0]
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.weight is weight:
-            module.num_embeddings = size
+        first = module[0] if isinstance(module, nn.Sequential) and len(module) == 2 else module
+        if isinstance(first, nn.Embedding) and first.weight is weight:
+            vars(module)["num_embeddings"] = size
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is not None:
         _resize_head(model, head, size, mean_resizing)
@@ -65,4 +66,4 @@ def _resize_head(model: PreTrainedModel, head: nn.Module, size: int, mean_resizi
         value = float(bias.detach().mean()) if mean_resizing else 0.0
         bias.data = F.pad(bias.data, (0, size - bias.shape[0]), value=value)
     if isinstance(last, nn.Linear):
-        last.out_features = size
+        last.out_features = vars(head)["out_features"] = size

@@ -16,7 +16,7 @@ from rankwise.errors import CheckpointError
 from rankwise.kernels.sru import reference
 from rankwise.models.adaptive import AdaptiveEmbedding
 from rankwise.models.sru import SRULayer
-from rankwise.modules import LowRankHead, SelectedLinear
+from rankwise.modules import SIZES, LowRankHead, SelectedLinear
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -27,7 +27,9 @@ def plain(model: nn.Module) -> nn.Module:
     for module in list(made.modules()):
         instead = _instead(module)
         if instead is not None:
+            sizes = {name: getattr(module, name) for name in SIZES if hasattr(module, name)}
             become(module, instead.eval())
+            vars(module).update(sizes)
         if hasattr(getattr(module, "config", None), "use_cache"):
             # what one call leaves for the next is no tensor
             module.config.use_cache = False  # type: ignore[union-attr]
