@@ -29,7 +29,8 @@ from rankwise.deploy.inputs import example_inputs
 LENGTH = 128
 GOAL = ">= 1.8"
 REPEATS = {1: 11, 16: 5}
-CASES = {"35% removed, all": (0.35, []), "60% removed, all": (0.6, []), "60% removed, encoder": (0.6, ["embeddings"])}
+EMBEDDINGS = ["word_embeddings", "position_embeddings"]
+CASES = {"35% removed, all": (0.35, []), "60% removed, all": (0.6, []), "60% removed, encoder": (0.6, EMBEDDINGS)}
 
 
 def dense_model() -> nn.Module:

@@ -35,7 +35,13 @@ from rankwise.experiments.glue.presets import ENCODERS, glue
 from rankwise.training.records import surroundings
 from rankwise.training.tune import TuningConfig
 
-EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+TABLES = ("word_embeddings", "position_embeddings")
+EMBEDDINGS = {
+    "glue-minilm": (*TABLES, "token_type_embeddings"),
+    "glue-mpnet": TABLES,
+    "glue-roberta": (*TABLES, "token_type_embeddings"),
+}
+"""Tables of words, by preset."""
 LADDER = ("paper", "whitening", "distillation", "healing", "pivot", "embeddings", "ours")
 SIZES = (0.2, 0.35, 0.5)
 ROWS = "dense,ours-60,ours-35,paper-35"
@@ -89,7 +95,7 @@ def recipe(experiment: GlueExperiment, name: str, removed: float) -> GlueExperim
         training=training,
         healing=None if step < LADDER.index("healing") else healing,
         method=replace(method, layout=layout),
-        exclude=() if step >= LADDER.index("embeddings") else EMBEDDINGS,
+        exclude=() if step >= LADDER.index("embeddings") else EMBEDDINGS[experiment.name],
         sizes=tuple(size for size in SIZES if size < removed) if name == "curve" else (),
     )
 

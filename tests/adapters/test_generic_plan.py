@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -182,15 +183,12 @@ EVERYTHING = {"query", "block.query", "block.subquery", "lm_head"}
         (["query"], {"query", "block.query"}),
         (("query",), {"query", "block.query"}),
         (["block.query"], {"block.query"}),
-        (["block"], set()),
         (["query", "lm_head"], {"query", "block.query", "lm_head"}),
-        (["quer"], set()),
-        (["q.*"], set()),
         ("query", {"query"}),
         (r".*query", {"query", "block.query", "block.subquery"}),
         (r"block\..*", {"block.query", "block.subquery"}),
         (r"query|lm_head", {"query", "lm_head"}),
-        ("block", set()),
+        (r"block.*", {"block.query", "block.subquery"}),
     ],
 )
 def test_names_match_as_last_parts_and_strings_as_whole_regular_expressions(pattern: Any, matched: set[str]) -> None:
@@ -199,6 +197,42 @@ def test_names_match_as_last_parts_and_strings_as_whole_regular_expressions(patt
     assert names(excluded) == EVERYTHING - matched
     assert reasons(included) == dict.fromkeys(EVERYTHING - matched, "not in `include`")
     assert reasons(excluded) == dict.fromkeys(matched, "in `exclude`")
+
+
+@pytest.mark.parametrize("word", ["include", "exclude"])
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        (["lm_haed"], "must name layers of the model, but 'lm_haed' matches none. Did you mean 'lm_head'?"),
+        (["query", "lm_haed"], "but 'lm_haed' matches none. Did you mean 'lm_head'?"),
+        (["q.*"], "but 'q.*' matches none."),
+        (["block"], "but 'block' matches none. 'block' holds layers: name those, such as 'block.query'."),
+        ("block", "but 'block' matches none. 'block' holds layers: name those, such as 'block.query'."),
+        (["attention"], "'attention' holds layers: name those, such as 'attention.out_proj'."),
+        (["drop"], "but 'drop' matches none. 'drop' has no weights."),
+        (["pair.0"], "but 'pair.0' matches none. It is a part of 'pair': name that."),
+        ("lm_haed", "but 'lm_haed' matches none. Did you mean 'lm_head'?"),
+        ("subquery", "A string is a regular expression for whole names: give a list, ['subquery']."),
+        ("*head", "must be a regular expression, but is '*head': nothing to repeat at position 0. Write '.*' for any"),
+    ],
+)
+def test_a_name_that_means_no_layer_is_refused(word: str, pattern: Any, message: str) -> None:
+    model = nested()
+    model["drop"], model["attention"] = nn.Dropout(), nn.MultiheadAttention(4, 2)
+    model["pair"] = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4))
+    with pytest.raises(rw.PlanError, match=f"`{word}` .*{re.escape(message)}"):
+        find_plan(model, **{word: pattern})
+
+
+@pytest.mark.parametrize("pattern", [None, 3, [3], ["query", None]])
+def test_names_are_text(pattern: Any) -> None:
+    with pytest.raises(TypeError, match="`exclude` must be a string or a list of names, but is"):
+        find_plan(nested(), exclude=pattern)
+
+
+def test_a_layer_that_is_left_out_anyway_can_be_named() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "rnn": nn.LSTM(4, 4), "fc": nn.Linear(4, 4)})
+    assert names(find_plan(model, exclude=["norm", "rnn"])) == {"fc"}
 
 
 def test_what_is_excluded_is_not_included() -> None:
@@ -268,7 +302,11 @@ def test_a_model_without_parameters_is_refused() -> None:
     "model, include, message",
     [
         (nn.Sequential(nn.LSTM(4, 4)), None, "matches no module .*Left out:\n  0: LSTM is not a linear layer"),
-        (nn.Sequential(nn.Linear(4, 4)), ["q_proj"], "matches no module .*Left out:\n  0: not in `include`"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+            ["1"],
+            "matches no module .*Left out:\n  0: not in `include`",
+        ),
         (nn.LayerNorm(4), None, "matches no module of the model. Widen `include`, or narrow `exclude`.$"),
     ],
 )

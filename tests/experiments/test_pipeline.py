@@ -22,6 +22,7 @@ from rankwise.experiments.pipeline import prune, train
 from rankwise.experiments.sample import sample
 from rankwise.experiments.sweep import sweep
 from rankwise.methods import make_method
+from rankwise.models.architectures import build
 from rankwise.report.tables import table
 from rankwise.training.records import RunFolder
 
@@ -343,6 +344,7 @@ def test_a_sample_is_drawn_from_the_softmax() -> None:
     [
         ({"budget": rw.Budget(removed=0.99)}, "The budget must be at least"),
         ({"training": replace(PHASE, batch_size=400)}, "must hold at least one window of 400 x 8"),
+        ({"exclude": ("embedding", "outputs")}, "but 'outputs' matches none. Did you mean 'output'?"),
     ],
 )
 def test_what_pruning_would_refuse_is_refused_before_training(
@@ -352,6 +354,13 @@ def test_what_pruning_would_refuse_is_refused_before_training(
         run(toy(tmp_path, **changes), tmp_path / "run", watcher=(watcher := Phases()))
     assert watcher.steps == 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["output", "head"])
+@pytest.mark.parametrize("kind", ["sru", "transformer-xl"])
+def test_an_output_layer_is_excluded_by_the_name_of_either_architecture(kind: str, name: str, tmp_path: Path) -> None:
+    plan = toy(tmp_path, kind, exclude=(name,)).plan(build(MODELS[kind]))
+    assert [item.reason for item in plan.left_out if item.name in ("output", "head")] == ["in `exclude`"]
 
 
 def test_a_refused_run_leaves_the_experiment_as_it_was(tmp_path: Path) -> None:

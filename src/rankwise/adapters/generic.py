@@ -5,31 +5,37 @@ What cannot be gated safely is left out, with a word.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from torch import nn
 
 from rankwise.adapters.heads import fresh
 from rankwise.adapters.kinds import WHOLES, kind_of, matrix_key, site_of, why_not
+from rankwise.adapters.names import Pattern, chosen
 from rankwise.adapters.readers import only_called, readers
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
 from rankwise.errors import PlanError
 from rankwise.modules import LowRankHead
 
-Pattern = str | Sequence[str]
-"""A regular expression that a module's whole name must match, or names: each matches itself and as a last part."""
-
 
 def find_plan(model: nn.Module, include: Pattern | None = None, exclude: Pattern = ()) -> Plan:
     """Plan every linear layer, embedding and low-rank pair of `model` whose name fits.
 
-    Heads that did not come with a pretrained model's checkpoint are left out, unless `include` names them.
+    A string is a regular expression for a module's whole name; of a list, each name matches itself and as a last part.
+    What matches no layer is refused. Heads that did not come with a pretrained model's checkpoint are left out, unless
+    `include` names them.
     """
     check_ungated(model)
-    uses, refused = _uses(model, include, exclude)
+    layers = layer_names(model)
+    included = None if include is None else chosen(model, "include", include, layers)
+    return plan_by_name(model, included, chosen(model, "exclude", exclude, layers))
+
+
+def plan_by_name(model: nn.Module, included: Collection[str] | None, excluded: Collection[str]) -> Plan:
+    """Plan the layers whose name is in `included` (None: all) and not in `excluded`."""
+    uses, refused = _uses(model, included, excluded)
     sites, unsafe = _sites(model, uses, refused)
     reasons = {**refused, **unsafe}
     sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in reasons}
@@ -60,7 +66,25 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
             raise PlanError(f"{site}: must be {site.shape}, but is {found.shape}. Make the plan from this model.")
 
 
-def _uses(model: nn.Module, include: Pattern | None, exclude: Pattern) -> tuple[list[Use], dict[str, str]]:
+def layer_names(model: nn.Module) -> list[str]:
+    """The names of all layers that hold weights, pruned or not: every name that a layer has."""
+    parts = _parts(model)
+    return [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not _is_inside(module, parts) and (kind_of(module) or _holds_weights(module))
+    ]
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    """Whether a module has weights, and no layers inside it that have others."""
+    own = list(module.parameters(recurse=False))
+    return isinstance(module, nn.Linear | nn.Embedding) or (bool(own) and len(own) == len(list(module.parameters())))
+
+
+def _uses(
+    model: nn.Module, included: Collection[str] | None, excluded: Collection[str]
+) -> tuple[list[Use], dict[str, str]]:
     """Modules that can be gated, and why the others with weights cannot."""
     uses: list[Use] = []
     refused: dict[str, str] = {}
@@ -69,16 +93,16 @@ def _uses(model: nn.Module, include: Pattern | None, exclude: Pattern) -> tuple[
         names[id(module)].append(name)
     parts = _parts(model)
     read = readers(model)
-    random = fresh(model) if include is None else {}
+    random = fresh(model) if included is None else {}
     for name, module in model.named_modules():
         kind = kind_of(module)
-        if id(module) in parts or (kind in WHOLES and not _is_whole(module, parts)):
+        if _is_inside(module, parts):
             continue
         if kind is None:
             reason = why_not(module)
-        elif include is not None and not any(matches(each, include) for each in names[id(module)]):
+        elif included is not None and not any(each in included for each in names[id(module)]):
             reason = "not in `include`"
-        elif any(matches(each, exclude) for each in names[id(module)]):
+        elif any(each in excluded for each in names[id(module)]):
             reason = "in `exclude`"
         elif id(module) in read:
             reason = read[id(module)]
@@ -113,15 +137,10 @@ def _parts(model: nn.Module) -> set[int]:
     return parts
 
 
-def _is_whole(module: nn.Module, parts: set[int]) -> bool:
-    return all(id(child) in parts for child in module.children())
-
-
-def matches(name: str, pattern: Pattern) -> bool:
-    """Whether a module's name fits a pattern."""
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, name) is not None
-    return any(name == word or name.endswith("." + word) for word in pattern)
+def _is_inside(module: nn.Module, parts: set[int]) -> bool:
+    """Whether a module is part of a layer, or a pair no more, whose two layers stand for themselves."""
+    apart = kind_of(module) in WHOLES and any(id(child) not in parts for child in module.children())
+    return id(module) in parts or apart
 
 
 def _sites(model: nn.Module, uses: list[Use], refused: dict[str, str]) -> tuple[list[Site], dict[str, str]]:

@@ -19,7 +19,7 @@ from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.data.text import not_utf8
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.save import check_target, save_with
-from rankwise.errors import DataError, PlanError
+from rankwise.errors import DataError
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
 from rankwise.pruner import account_of
@@ -142,9 +142,6 @@ def _decoded(path: Path, block: bytes, first: int) -> str:
 def plan_of(model: nn.Module, *, embeddings: bool, exclude: Sequence[str]) -> Plan:
     """Every linear layer, and tables of words if they are wanted."""
     plan = find_plan(model, exclude=list(exclude))
-    unknown = [name for name in exclude if find_plan(model, exclude=[name]).params == find_plan(model).params]
-    if unknown:
-        raise PlanError(f"`exclude` must name layers of the model, but {unknown[0]!r} matches none.")
     if not embeddings:
         words = [site for site in plan.sites if site.has_embedding]
         left_out = [LeftOut(site.name, site.params, "a table of words") for site in words]

@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from rankwise.adapters.generic import find_plan
 from rankwise.deploy.compress import loss_of_choices
 from rankwise.experiments.config import Experiment
 from rankwise.methods.svd import Svd
@@ -29,7 +28,7 @@ def compress_at_once(experiment: Experiment, model: nn.Module, text: NDArray[np.
         experiment.budget,
         windows,
         loss=lambda output: loss_of_choices(output[0], generator),
-        plan=find_plan(model, exclude=experiment.exclude),
+        plan=experiment.plan(model),
         layout=experiment.method.layout,
         in_place=True,
     )

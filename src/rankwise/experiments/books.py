@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import SizeReport, count
 from rankwise.core.plan import Site, get_module
 from rankwise.experiments.config import Experiment
@@ -27,7 +26,7 @@ def sizes(experiment: Experiment, outcome: Outcome, small: nn.Module, num_words:
         return {"parameters": count(small), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
     else:
         model = _fresh(experiment, num_words)
-        plan = planned(model, find_plan(model, exclude=experiment.exclude), experiment.method)
+        plan = planned(model, experiment.plan(model), experiment.method)
         account = account_of(model, plan, experiment.method, trained=True)
         report = SizeReport.of(small, account, experiment.budget)
     return {
@@ -44,7 +43,7 @@ def analysis(experiment: Experiment, outcome: Outcome, small: nn.Module, num_wor
     if pruner is None:
         if experiment.budget is None:
             return {}
-        sites = find_plan(_fresh(experiment, num_words), exclude=experiment.exclude).sites
+        sites = experiment.plan(_fresh(experiment, num_words)).sites
         return {"matrices": {site.name: [site.params, _kept(small, site)] for site in sites}}
     counts = pruner.controller.counts(pruner.limit)
     books = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)

@@ -10,7 +10,11 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from torch import nn
+
+from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget
+from rankwise.core.plan import Plan
 from rankwise.data.corpus import Corpus, Unit
 from rankwise.data.sources import load_corpus
 from rankwise.errors import RankwiseError, nearest
@@ -22,6 +26,8 @@ from rankwise.training import TrainingConfig
 
 RAMP = 0.25
 """Share of the steps from the base on in which a size is reached, where nothing says how many."""
+OUTPUT_LAYERS = {"output": "head", "head": "output"}
+"""What one of our architectures calls its output layer, and what the other does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,11 @@ class Experiment:
     def pruning_training(self) -> TrainingConfig:
         """`training`, with the seed of the experiment: another order of the text than in the base."""
         return replace(self.training, seed=2 * self.seed + 1)
+
+    def plan(self, model: nn.Module) -> Plan:
+        """What is pruned of `model`, whose output layer `exclude` may call by either name."""
+        names = [name if hasattr(model, name) else OUTPUT_LAYERS.get(name, name) for name in self.exclude]
+        return find_plan(model, exclude=names)
 
     def with_method(self, name: str, budget: Budget | None = None) -> Experiment:
         """The same experiment with another method, and another size if one is given.

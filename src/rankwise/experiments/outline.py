@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import count
 from rankwise.data.published import PUBLISHED
 from rankwise.experiments.arms import AnyExperiment
@@ -21,7 +20,7 @@ def outline(experiment: AnyExperiment) -> Outline:
         return glue_outline(experiment)
     with torch.device("meta"):
         model = build(experiment.model)
-    plan = find_plan(model, exclude=experiment.exclude)
+    plan = experiment.plan(model)
     exported = count(model)
     if experiment.budget is not None:
         method = experiment.method

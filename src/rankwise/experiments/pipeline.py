@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
 from rankwise.data.corpus import Corpus
 from rankwise.data.windows import Windows
 from rankwise.deploy.load import load
@@ -221,7 +220,7 @@ def _latency(stage: Stage, experiment: Experiment, folder: Path) -> Latency | No
     device = device_of(experiment.training)
     model = build(replace(experiment.model, num_words=len(stage.corpus.vocabulary))).to(device)
     inputs = {"tokens_BT": _one_window(stage.corpus, experiment.training.window, device)}
-    return find_latency(experiment, model, find_plan(model, exclude=experiment.exclude), inputs, folder)
+    return find_latency(experiment, model, experiment.plan(model), inputs, folder)
 
 
 def _announce(experiment: Experiment, folder: Path, latency: Latency | None) -> None:
@@ -284,7 +283,7 @@ def _run_arm(stage: Stage, arm: Arm[Experiment], base: Path | None, teacher: Pat
 
     def gate(model: nn.Module) -> Pruner:
         assert experiment.budget is not None
-        plan = find_plan(model, exclude=experiment.exclude)
+        plan = experiment.plan(model)
         return Pruner(
             model, experiment.budget, experiment.method, plan=plan, init=experiment.init, seed=experiment.seed
         )
