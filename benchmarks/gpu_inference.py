@@ -2,7 +2,7 @@
 
 The models of cpu_inference.py, the Transformer-XL without a memory: dense, 80% and 90% of the prunable removed, in
 float32 and bfloat16, called one kernel after the other (torch) and as CUDA graphs; all of a case in turns. Rows are
-printed, and with --record also kept in results.csv. Half a minute on one H200.
+printed, and with --record also kept in results.csv.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from rankwise.kernels.int8.layer import can_multiply_bytes
 ALL = "all"
 FAST = 2.0
 """Milliseconds of a call, below which what surrounds the arithmetic decides."""
+Variants: TypeAlias = dict[tuple[str, str], nn.Module]
+"""Models by name and precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +107,6 @@ def bench(
     return rows
 
 
-Variants: TypeAlias = dict[tuple[str, str], nn.Module]
-"""Models by name and precision."""
-
-
 def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
     """What every engine runs, and what torch runs besides."""
     plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
@@ -119,7 +117,7 @@ def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> 
 
 
 def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
-    """Likewise."""
+    """The same for a GPU, where every engine runs both precisions."""
     plain: Variants = {(name, "float32"): copied(model).cuda().eval() for name, model in models.items()}
     return plain | {(name, "bfloat16"): Autocast(model) for (name, _), model in plain.items()}, {}
 
@@ -138,7 +136,7 @@ class Autocast(nn.Module):
 
 def _time(
     case: Mapping[str, Any],
-    models: Mapping[tuple[str, str], nn.Module],
+    models: Variants,
     parameters: Mapping[str, int],
     tokens_BT: Tensor,
     repeats: int,
@@ -178,7 +176,7 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _before(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one.
 
-    On a GPU a compact model in bfloat16 than the dense one in bfloat16: nobody there would choose otherwise.
+    On a GPU, whose every model can run in bfloat16, a compact model there than the dense one there.
     """
     if row["peer"] or row is case[0]:
         return None

@@ -21,7 +21,7 @@ from torch import nn
 from rankwise.data.corpus import Corpus
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
-from rankwise.deploy.save import STRUCTURE
+from rankwise.deploy.save import OF_RUN, STRUCTURE
 from rankwise.errors import CheckpointError, DataError
 from rankwise.experiments.arms import FORMAT, AnyExperiment
 from rankwise.experiments.config import Experiment
@@ -31,9 +31,8 @@ from rankwise.training.checkpoint import check_same
 from rankwise.training.records import FORMAT as TRAINED
 
 BASE = "base"
-EXPERIMENT, RECORD, EXPORT, VOCABULARY, MODEL = (
-    "experiment.json", "record.json", "export.json", "vocabulary.json", "model",
-)  # fmt: skip
+EXPERIMENT, VOCABULARY = OF_RUN
+RECORD, EXPORT, MODEL = "record.json", "export.json", "model"
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 """Of a training run."""
 SHOWN = 4
