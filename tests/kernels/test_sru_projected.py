@@ -25,6 +25,7 @@ sizes = st.integers(1, 150)
 
 def some(T: int, B: int, R: int, D: int, K: int) -> tuple[Tensor, nn.Linear, list[Tensor | None]]:
     """Input, layer, and what the recurrence takes: highway, weights and biases of the gates, first state."""
+    torch.manual_seed(T + B + R + D + K)
     factor = nn.Linear(R, K * D, bias=False).requires_grad_(False)
     highway_TBD = torch.randn(T, B, D) if K == 3 else None
     return torch.randn(T, B, R), factor, [highway_TBD, torch.randn(2, D), torch.randn(2, D), torch.randn(B, D)]
@@ -49,7 +50,7 @@ def test_floats(T: int, B: int, R: int, D: int, K: int, scale: float) -> None:
     doubles = [None if tensor is None else tensor.double() for tensor in given]
     want = one_after_the_other(x_TBR.double(), double, doubles, scale)
     for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(
