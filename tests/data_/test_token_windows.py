@@ -66,6 +66,27 @@ def test_the_seed_turns_the_ring():
     assert len({int(Windows(tokens, batch=2, unroll=4, seed=seed).at(0)[0][0, 0]) for seed in range(8)}) == 8
 
 
+@given(
+    size=sizes,
+    steps=st.integers(1, 40),
+    parts=st.integers(1, 3),
+    limits=st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted),
+)
+def test_no_batch_has_more_of_a_range_of_tokens_than_the_most(size, steps, parts, limits):
+    batch, unroll, more, seed = size
+    batch *= parts
+    tokens = np.random.default_rng(seed).integers(0, 5, batch * unroll + more).astype(np.uint8)
+    windows = Windows(tokens, batch=batch, unroll=unroll, seed=seed)
+    low, high = limits
+    counts = [
+        int(((part >= low) & (part < high)).sum())
+        for step in range(steps)
+        for side in windows.at(step)
+        for part in side.chunk(parts)
+    ]
+    assert windows.most(low, high, steps=steps, parts=parts) == max(counts)
+
+
 def test_a_text_shorter_than_one_window_is_refused():
     remedy = r"Give it more text, a smaller batch \(--both.batch_size\) or a shorter window \(--both.window\)."
     with pytest.raises(DataError, match=f"at least one window of 4 x 8 tokens, but has 31. {remedy}"):

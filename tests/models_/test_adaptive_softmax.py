@@ -281,6 +281,30 @@ def test_words_split_beforehand_give_the_same() -> None:
     assert torch.equal(model.loss(*split), model.loss(words, targets))
 
 
+@given(
+    words=st.lists(st.integers(0, 59), min_size=1, max_size=12),
+    more=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_places_without_a_word_change_neither_the_loss_nor_a_gradient(
+    words: list[int], more: list[int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = build(SMALL)
+    split = split_words(torch.tensor(words), SMALL), split_words(torch.randint(60, (len(words),)), SMALL)
+    room = [max(counts) + n for *counts, n in zip(split[0].counts, split[1].counts, more, strict=True)]
+    padded = [part.padded(room) for part in split]
+    assert [part.shape for part in padded[0].within] == [part.shape for part in padded[1].within]
+    want, got = model.loss(*split), model.loss(padded[0], padded[1])
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(gradients(model, got), gradients(model, want))
+
+
+def test_padding_must_hold_all_words() -> None:
+    with pytest.raises(ValueError, match=r"\[1, 1, 0, 1\], but leaves \[1, 0, 4, 4\]"):
+        split_words(torch.tensor([3, 12, 55]), SMALL).padded([1, 0, 4, 4])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_words_split_on_the_cpu_never_make_a_gpu_wait() -> None:
     model = Model(SMALL)

@@ -36,9 +36,8 @@ def start(folder: Path, kind: str, method: str | None, config: Any = GPU) -> Run
     return run
 
 
-@pytest.mark.parametrize("kind", ["sru", "txl"])
+@pytest.mark.parametrize("kind, distill", [("sru", 0.0), ("txl", 0.0), ("adaptive", 0.0), ("sru", 0.5), ("txl", 0.5)])
 @pytest.mark.parametrize("method", [None, "flop-l0", "flop-agp", "fac", "agp", "np-l0"])
-@pytest.mark.parametrize("distill", [0.0, 0.5])
 def test_a_graph_trains_the_weights_that_single_commands_train(
     kind: str, method: str | None, distill: float, tmp_path: Path
 ) -> None:
@@ -81,15 +80,10 @@ def test_clipping_on_the_way_trains_the_weights_of_torch(
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
 
 
-def test_words_of_clusters_are_trained_without_a_graph(tmp_path: Path) -> None:
-    run = start(tmp_path, "adaptive", None)
-    assert run.graph is None
-    run.train_step()
-
-
+@pytest.mark.parametrize("kind", ["sru", "adaptive"])
 @pytest.mark.parametrize("method", [None, "flop-l0"])
-def test_a_step_does_not_wait_for_the_gpu(method: str | None, tmp_path: Path) -> None:
-    run = start(tmp_path, "sru", method)
+def test_a_step_does_not_wait_for_the_gpu(kind: str, method: str | None, tmp_path: Path) -> None:
+    run = start(tmp_path, kind, method)
     for _ in range(6):
         run.train_step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:

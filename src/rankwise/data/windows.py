@@ -64,6 +64,23 @@ class Windows:
         positions = (self._starts_B[:, None] + first + np.arange(self.unroll + 1)) % len(self.tokens)
         return _pair(self.tokens[positions])
 
+    def most(self, low: int, high: int, *, steps: int, parts: int = 1) -> int:
+        """The most tokens of [low, high) among inputs or targets in any of `parts` of a batch, in so many steps."""
+        num_tokens = len(self.tokens)
+        before = np.zeros(num_tokens + 1, np.min_scalar_type(num_tokens))
+        np.cumsum((self.tokens >= low) & (self.tokens < high), out=before[1:])
+        first_S = np.arange(steps, dtype=np.int64) * self.unroll % num_tokens
+        most = 0
+        for starts in np.array_split(self._starts_B, parts):
+            for shift in (0, 1):
+                counts_S = np.zeros(steps, np.int64)
+                for start in starts:
+                    begin_S = (start + first_S + shift) % num_tokens
+                    laps_S, end_S = np.divmod(begin_S + self.unroll, num_tokens)
+                    counts_S += laps_S * int(before[-1]) + before[end_S] - before[begin_S]
+                most = max(most, int(counts_S.max(initial=0)))
+        return most
+
 
 class Evaluation:
     """The whole text once, in order: every token but the first is a target exactly once.

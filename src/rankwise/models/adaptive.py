@@ -15,13 +15,14 @@ Embedding: Baevski and Auli 2019, https://arxiv.org/abs/1809.10853
 Softmax: Grave et al. 2017, https://arxiv.org/abs/1609.04309
 
 Shapes: C = clusters, V = words, D = width of the model, B = any batch dimensions, N = rows (B flat),
-T = rows whose word lies outside cluster 0.
+P = places in a split (N of them, or more where it is padded), T = places outside cluster 0.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,24 +112,43 @@ class WordSplit:
     """The words of a batch, cluster by cluster."""
 
     words_B: Tensor
-    order_N: Tensor
-    """Positions in the flat batch, those of cluster 0 first."""
-    within_N: Tensor
-    """The place of each word inside its cluster, in that order."""
+    order_P: Tensor
+    """Positions in the flat batch, those of cluster 0 first; N, the one behind the last, where there is no word."""
+    within_P: Tensor
+    """Which word of its cluster each is, in that order."""
     counts: list[int]
-    """Words in each cluster."""
+    """Places of each cluster."""
 
     @property
     def within(self) -> tuple[Tensor, ...]:
-        """`within_N` by cluster."""
-        return torch.split(self.within_N, self.counts)
+        """`within_P` by cluster."""
+        return torch.split(self.within_P, self.counts)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.words_B, self.order_P, self.within_P
 
     def to(self, device: torch.device | str) -> WordSplit:
         """Move to a device without waiting for it."""
-        words_B, order_N, within_N = (
-            tensor.to(device, non_blocking=True) for tensor in (self.words_B, self.order_N, self.within_N)
+        words_B, order_P, within_P = (tensor.to(device, non_blocking=True) for tensor in self.tensors)
+        return WordSplit(words_B, order_P, within_P, self.counts)
+
+    def padded(self, counts: Sequence[int]) -> WordSplit:
+        """The same words in so many places of each cluster, so that shapes do not depend on the words.
+
+        A place without a word holds the first one of its cluster, and has no part in any result or gradient.
+        """
+        missing = [places - count for places, count in zip(counts, self.counts, strict=True)]
+        if min(missing) < 0:
+            raise ValueError(
+                f"Padding must leave every cluster as many places as it has words, {self.counts}, "
+                f"but leaves {list(counts)} instead."
+            )
+        order_P, within_P = (
+            torch.cat([F.pad(part, (0, n), value=fill) for part, n in zip(parts, missing, strict=True)])
+            for parts, fill in ((torch.split(self.order_P, self.counts), self.words_B.numel()), (self.within, 0))
         )
-        return WordSplit(words_B, order_N, within_N, self.counts)
+        return WordSplit(self.words_B, order_P, within_P, list(counts))
 
 
 def split_words(words_B: Tensor, config: AdaptiveConfig) -> WordSplit:
@@ -170,8 +190,10 @@ class AdaptiveEmbedding(nn.Module):
         split = words if isinstance(words, WordSplit) else split_words(words, self.config)
         # a cluster without words in this batch runs too, on no rows: its gradient is zero rather than missing, as
         # data-parallel training needs
-        e_ND = torch.cat([cluster(words) for cluster, words in zip(self.clusters, split.within, strict=True)])
-        e_ND = torch.empty_like(e_ND).index_copy_(0, split.order_N, e_ND)
+        e_PD = torch.cat([cluster(words) for cluster, words in zip(self.clusters, split.within, strict=True)])
+        num_rows = split.words_B.numel()
+        is_padded = len(e_PD) > num_rows
+        e_ND = e_PD.new_empty(num_rows + is_padded, self.config.width).index_copy_(0, split.order_P, e_PD)[:num_rows]
         return e_ND.view(*split.words_B.shape, self.config.width) * self.config.scale
 
 
@@ -231,10 +253,13 @@ class AdaptiveSoftmax(nn.Module):
         nll_N = _cross_entropy(head(h_ND), self._head_targets(split.words_B.flatten()))
         if tails:
             num_frequent, *counts = split.counts
-            order_T = split.order_N[num_frequent:]
-            parts = zip(tails, torch.split(h_ND.index_select(0, order_T), counts), split.within[1:], strict=True)
+            order_T = split.order_P[num_frequent:]
+            num_rows = len(h_ND)
+            # where there is no word, any row is read, and the answer put behind the last
+            h_TD = h_ND.index_select(0, order_T.clamp(max=num_rows - 1))
+            parts = zip(tails, torch.split(h_TD, counts), split.within[1:], strict=True)
             nll_T = torch.cat([_cross_entropy(tail(h), words) for tail, h, words in parts])
-            nll_N = nll_N.index_add(0, order_T, nll_T)
+            nll_N = F.pad(nll_N, (0, 1)).index_add(0, order_T, nll_T)[:num_rows]
         if reduction == "none":
             return nll_N.view(split.words_B.shape)
         return nll_N.sum() if reduction == "sum" else nll_N.mean()

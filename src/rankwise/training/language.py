@@ -5,7 +5,7 @@ Shapes: B = streams, T = window, D = width, V = words, N = targets that count.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from rankwise.data.windows import IGNORED
 from rankwise.kernels import loss
-from rankwise.models.adaptive import AdaptiveSoftmax, split_words
+from rankwise.models.adaptive import AdaptiveSoftmax, WordSplit, split_words
 from rankwise.models.sru import SRULanguageModel
 from rankwise.modules import is_observed
 
+Words = Tensor | WordSplit
+"""Tokens or targets of a window, (B, T), or the same by cluster."""
 State = Tensor | tuple[Tensor, ...]
 """What a model carries from window to window: the SRU a tensor, Transformer-XL one a layer."""
 
@@ -35,9 +37,15 @@ class LanguageModel(nn.Module):
         self.model = model
 
     @property
+    def adaptive(self) -> AdaptiveSoftmax | None:
+        """The softmax by clusters of words, where the model has one."""
+        output = getattr(self.model, "output", None)
+        return output if isinstance(output, AdaptiveSoftmax) else None
+
+    @property
     def has_fixed_shapes(self) -> bool:
-        """Whether a window leads to the same work on a GPU whatever its words are: those of clusters do not."""
-        return not isinstance(getattr(self.model, "output", None), AdaptiveSoftmax)
+        """Whether windows that are `sorted` by their words lead to the same work on a GPU, whatever those are."""
+        return self.adaptive is None or isinstance(self.model, SRULanguageModel)
 
     @property
     def device(self) -> torch.device:
@@ -48,13 +56,21 @@ class LanguageModel(nn.Module):
         if isinstance(self.model, SRULanguageModel) and isinstance(state, Tensor):
             state[:, stream] = 0
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def sorted(self, tokens_BT: Tensor, targets_BT: Tensor, room: Sequence[int]) -> tuple[Words, Words]:
+        """Both in shapes that depend on `room`, the places of each cluster, alone; all targets must count."""
+        if not isinstance(self.model, SRULanguageModel) or self.adaptive is None:
+            return tokens_BT, targets_BT
+        config = self.adaptive.config
+        tokens = split_words(tokens_BT, config).padded(room) if _takes_split(self.model) else tokens_BT
+        return tokens, split_words(targets_BT.flatten(), config).padded(room)
+
+    def forward(self, tokens: Words, targets: Words, state: State | None = None) -> tuple[Tensor, State]:
         """The mean loss in nats over the targets that count, and the state after the window."""
-        softmax = getattr(self.model, "output", None)
-        if isinstance(self.model, SRULanguageModel) and isinstance(softmax, AdaptiveSoftmax):
-            return self._adaptive_loss(self.model, softmax, tokens_BT, targets_BT, state)
-        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
-        targets_BT = targets_BT.to(self.device, non_blocking=True)
+        if isinstance(self.model, SRULanguageModel) and self.adaptive is not None:
+            return self._adaptive_loss(self.model, self.adaptive, tokens, targets, state)
+        assert isinstance(tokens, Tensor) and isinstance(targets, Tensor)
+        tokens_BT = tokens.to(self.device, non_blocking=True)
+        targets_BT = targets.to(self.device, non_blocking=True)
         if isinstance(self.model, SRULanguageModel) and loss.fits(self.model.output) and not is_observed(self.model):
             h_BTD, state = self.model.hidden(tokens_BT, cast(Tensor | None, state))
             return loss.output_loss(h_BTD, cast(nn.Linear, self.model.output), targets_BT, IGNORED), state
@@ -69,17 +85,19 @@ class LanguageModel(nn.Module):
         return found
 
     def _adaptive_loss(
-        self, model: SRULanguageModel, softmax: AdaptiveSoftmax, tokens_BT: Tensor, targets_BT: Tensor, state: Any
+        self, model: SRULanguageModel, softmax: AdaptiveSoftmax, tokens: Words, targets: Words, state: Any
     ) -> tuple[Tensor, State]:
         # words are sorted into clusters where they lie, so that from the CPU no GPU is made to wait
-        tokens = split_words(tokens_BT, softmax.config) if _takes_split(model) else tokens_BT
+        if isinstance(tokens, Tensor) and _takes_split(model):
+            tokens = split_words(tokens, softmax.config)
         h_BTD, state = model.hidden(tokens.to(self.device), state)
-        counted_N = (targets_BT.flatten() != IGNORED).nonzero().squeeze(1)
-        targets = split_words(targets_BT.flatten()[counted_N], softmax.config).to(self.device)
         h_ND = h_BTD.flatten(0, 1)
-        if len(counted_N) < len(h_ND):
-            h_ND = h_ND.index_select(0, counted_N.to(self.device))
-        return softmax.loss(h_ND, targets), state
+        if isinstance(targets, Tensor):
+            counted_N = (targets.flatten() != IGNORED).nonzero().squeeze(1)
+            targets = split_words(targets.flatten()[counted_N], softmax.config)
+            if len(counted_N) < len(h_ND):
+                h_ND = h_ND.index_select(0, counted_N.to(self.device))
+        return softmax.loss(h_ND, targets.to(self.device)), state
 
 
 def _takes_split(model: SRULanguageModel) -> bool:

@@ -20,12 +20,13 @@ from rankwise.kernels.adamw import ClippedAdamW
 from rankwise.kernels.device import HAS_TRITON
 from rankwise.pruner import Pruner
 from rankwise.training.accelerator import make_accelerator
+from rankwise.training.batches import BatchMemory, parts_of
 from rankwise.training.checkpoint import Checkpoint, Checkpoints, check_same
 from rankwise.training.config import TrainingConfig, binding
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.graph import StepGraph
 from rankwise.training.histograms import gate_histograms
-from rankwise.training.language import LanguageModel, State, carry, shape_of
+from rankwise.training.language import LanguageModel, State, Words, carry, shape_of
 from rankwise.training.records import RunFolder
 from rankwise.training.resume import (
     load_optimizer,
@@ -100,7 +101,9 @@ class Run:
         self.seconds = 0.0
         self.states: list[State | None] = [None] * config.accumulate
         self.optimizer = self._make_optimizer()
-        self.batch: tuple[Tensor, Tensor] = self._empty_batch()
+        self.parts: Sequence[tuple[Words, Words]] = ()
+        """Of the batch of this step."""
+        self.memory: BatchMemory | None = None
         self.graph = self._make_graph()
         self.gate_grads: dict[nn.Module, Tensor | None] = {}
         self.sums = torch.zeros(2, device=self.device)
@@ -144,12 +147,10 @@ class Run:
         self._reset_states()
         batch = self.windows.at(self.step)
         if self.graph is None:
-            self.batch = batch
+            self.parts = parts_of(batch, self.config.accumulate)
             self._move_weights()
         else:
-            for there, here in zip(self.batch, batch, strict=True):
-                # pinned: a GPU copies it when it comes to it, and the host goes on
-                there.copy_(here.pin_memory(), non_blocking=True)
+            self.parts = self._fill_memory(batch)
             self._move_weights_by_graph(self.graph)
         if self.pruner is not None:
             self.pruner.step()
@@ -169,21 +170,21 @@ class Run:
                 self.teacher.language.empty(self.teacher.states[part], row)
 
     def _move_weights(self) -> None:
-        """Gradients of `batch`, clipped, and a step of the optimizer. States that are carried keep their memory."""
-        config, parts = self.config, self.config.accumulate
+        """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
+        config, num_parts = self.config, self.config.accumulate
         self.optimizer.zero_grad()
-        x_BT, y_BT = self.batch
-        for i, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
+        for i, (x, y) in enumerate(self.parts):
             with self.accelerator.autocast():
                 if self.teacher is None:
                     loss, state = self.language(x, y, self.states[i])
                     on_text = loss.detach()
                 else:
+                    assert isinstance(x, Tensor) and isinstance(y, Tensor)
                     logits_BTV, state = self.language.logits(x, self.states[i])
                     loss, on_text = distillation_loss(logits_BTV, self.teacher.logits(x, i), y, config.distill)
-            self.accelerator.backward(loss / parts)
+            self.accelerator.backward(loss / num_parts)
             self.states[i] = carry(self.states[i], state)
-            self.sums[0] += on_text / parts
+            self.sums[0] += on_text / num_parts
         if config.clip is None:
             self.optimizer.step()
         elif isinstance(self.optimizer, ClippedAdamW):
@@ -340,10 +341,13 @@ class Run:
                 group["lr"] = lr
 
     def _make_graph(self) -> StepGraph | None:
-        fits = self.device.type == "cuda" and self.language.has_fixed_shapes
-        return StepGraph(self._move_weights) if fits else None
+        # a teacher asks for logits of all words, for which an adaptive softmax sorts them itself
+        fits = self.language.has_fixed_shapes and (self.teacher is None or self.language.adaptive is None)
+        return StepGraph(self._move_weights) if fits and self.device.type == "cuda" else None
 
-    def _empty_batch(self) -> tuple[Tensor, Tensor]:
-        shape = (self.config.batch_size, self.config.window)
-        x_BT = torch.zeros(shape, dtype=torch.long, device=self.device)
-        return x_BT, torch.zeros_like(x_BT)
+    def _fill_memory(self, batch: tuple[Tensor, Tensor]) -> Sequence[tuple[Words, Words]]:
+        if self.memory is None:
+            steps, num_parts = self.config.steps, self.config.accumulate
+            self.memory = BatchMemory(self.language, self.windows, steps=steps, num_parts=num_parts)
+        self.memory.fill(batch)
+        return self.memory.parts

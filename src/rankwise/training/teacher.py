@@ -19,7 +19,7 @@ class Teacher:
 
     def __init__(self, model: nn.Module, device: torch.device, *, num_parts: int) -> None:
         self.language = LanguageModel(model.eval().requires_grad_(False)).to(device)
-        if not self.language.has_fixed_shapes:
+        if self.language.adaptive is not None:
             raise RankwiseError(
                 "A teacher must give logits of all words, but an adaptive softmax is made to avoid them. "
                 "Leave `distill` at 0."
