@@ -77,15 +77,24 @@ def test_the_ten_minute_table_is_the_recorded_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, base, rows", [("enwik8", "enwik8-sru", 15), ("transformer-xl", "enwik8-transformer-xl", 3)]
+    "name, record, base, rows",
+    [
+        ("enwik8", "enwik8-sru", "enwik8-sru", 16),
+        ("transformer-xl", "enwik8-transformer-xl", "enwik8-transformer-xl", 3),
+        ("words", "words", "enwik8-words", 3),
+    ],
 )
-def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, base: str, rows: int) -> None:
+def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, record: str, base: str, rows: int) -> None:
     from rankwise.report import paper
     from rankwise.report.comparison import comparison
 
-    record, plain = (json.loads((ROOT / f"results/table-{stem}.json").read_text()) for stem in (base, "np-l0"))
-    printed = {"enwik8": paper.ENWIK8_SRU, "transformer-xl": paper.ENWIK8_TRANSFORMER_XL}[name]
-    table = comparison(printed, (record, base), (plain, "enwik8-sru-plain-1536"), "bits_per_character")
+    own, plain = (json.loads((ROOT / f"results/table-{stem}.json").read_text()) for stem in (record, "np-l0"))
+    printed, measure, other = {
+        "enwik8": (paper.ENWIK8_SRU, "bits_per_character", (plain, "enwik8-sru-plain-1536")),
+        "transformer-xl": (paper.ENWIK8_TRANSFORMER_XL, "bits_per_character", (None, "")),
+        "words": (paper.WIKITEXT_103, "perplexity", (None, "")),
+    }[name]
+    table = comparison(printed, (own, base), other, measure)
     found = {
         (row, removed, theirs, parameters, test, lost)
         for row, removed, _, _, theirs, parameters, _, test, lost in table.rows
@@ -93,6 +102,15 @@ def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, base: str, rows: 
     shown = {tuple(row) for row in section(name)}
     assert len(shown) == rows
     assert shown <= found
+
+
+def test_what_is_kept_of_frequent_and_rare_words_is_recorded() -> None:
+    from rankwise.report.sections import clusters
+
+    record = json.loads((ROOT / "results/table-words.json").read_text())
+    frequent, rare, rarest, _ = (re.findall(r"\d+%", row[-1])[0] for row in clusters(record, "enwik8-words").rows)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"keeps {frequent} of what it spent on frequent words, {rare} and {rarest} of" in text
 
 
 @pytest.mark.parametrize("name, words", [("enwik8-sru", "SRU with 80% removed"), ("enwik8-transformer-xl", "longer")])
