@@ -12,11 +12,11 @@ import pytest
 
 from rankwise.errors import CheckpointError
 from rankwise.report import paper
-from rankwise.report.comparison import comparison, factorization
+from rankwise.report.comparison import comparison, factorization, measured
 from rankwise.report.figures import figures_of
 from rankwise.report.page import page
 from rankwise.report.records import cells, read_results
-from rankwise.report.sections import cluster_books, ten_minutes
+from rankwise.report.sections import cluster_books, gpu_timing, ten_minutes
 
 SOURCE = Path(__file__).parents[3] / "shared/paper/structured-pruning-of-large-language-models.tex"
 BITS = "bits_per_character"
@@ -152,3 +152,25 @@ def test_a_record_is_found_by_the_name_of_its_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="broken.json must be a record of results"):
         read_results([tmp_path / "broken.json"])
     assert cells(None, "a", "b") == []
+
+
+def test_a_text_that_the_paper_does_not_have_shows_ours_alone() -> None:
+    rows = (row("dense", 10.0, "perplexity"), row("flop-l0-70", 12.0, "perplexity"))
+    record = {"runs": [run("other", 0, *rows, measure="perplexity")]}
+    table = measured((record, "other"), (50, 70), "perplexity")
+    assert table.rows == (
+        ("dense", "", "1,000", "10.00", "10.00", ""),
+        ("flop-l0", "70%", "1,000", "12.00", "12.00", "+20.0%"),
+    )
+    assert not any("paper" in column for column in table.columns)
+
+
+def test_speeds_on_a_gpu_stand_by_model_precision_and_batch() -> None:
+    figures = {"dense": 4.0, "80%": 2.0, "90%": 1.0, "speed of 80% / dense": 2.0, "speed of 90% / dense": 4.0}
+    benchmarks = [
+        {"benchmark": "gpu inference", "case": f"txl bfloat16, batch 16, {how}: {what}", "value": str(factor * value)}
+        for how, factor in (("torch", 1), ("graph", 2))
+        for what, value in figures.items()
+    ]
+    expected = ("4.00 ms", "2.00x", "4.00x", "8.00 ms", "4.00x", "8.00x")
+    assert gpu_timing(benchmarks).rows == (("Transformer-XL", "bfloat16", "16", *expected),)

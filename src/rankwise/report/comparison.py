@@ -38,7 +38,7 @@ def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> T
         plain: where our models without factorization are, which np-l0 prunes.
         measure: "bits_per_character" or "perplexity".
     """
-    printed, exact = DIGITS[measure]
+    printed = DIGITS[measure][0]
     rows = [
         ("dense", "", paper.dense.size, format(paper.dense.value, printed), "", *_ours(cells(*own, "dense"), measure))
     ]
@@ -58,7 +58,19 @@ def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> T
         "", "removed", "paper: size", f"paper: {unit}", "paper: lost",
         "ours: parameters", f"ours: valid {unit}", f"ours: test {unit}", "ours: lost",
     )  # fmt: skip
-    return Table(columns, tuple(rows), tuple(_notes(own, plain, measure, exact)))
+    return Table(columns, tuple(rows), tuple(_notes(own, plain, measure)))
+
+
+def measured(own: Source, levels: Iterable[int], measure: str) -> Table:
+    """Ours alone, of a text that the paper has no figures for."""
+    rows = [("dense", "", *_ours(cells(*own, "dense"), measure))]
+    for level in levels:
+        for name, _, cell in VARIANTS:
+            if found := cells(*own, cell.format(level)):
+                rows.append((name, f"{level}%", *_ours(found, measure)))
+    unit = MEASURES[measure]
+    columns = ("", "removed", "parameters", f"valid {unit}", f"test {unit}", "lost")
+    return Table(columns, tuple(rows), tuple(_notes(own, (None, ""), measure)))
 
 
 def factorization(own: Source, small: Source, large: Source) -> Table:
@@ -103,7 +115,7 @@ def _percent(fraction: float | None) -> str:
     return "" if fraction is None else f"{100 * fraction:+.1f}%"
 
 
-def _notes(own: Source, plain: Source, measure: str, exact: str) -> Iterable[str]:
+def _notes(own: Source, plain: Source, measure: str) -> Iterable[str]:
     if any(row["nonzeros"] for run in (own[0] or {}).get("runs", []) for row in run["rows"]):
         yield "\\* unstructured: non-zero parameters are counted, the matrices keep their shape."
     for record, name in (own, plain):
@@ -118,7 +130,7 @@ def _notes(own: Source, plain: Source, measure: str, exact: str) -> Iterable[str
             + f"; sizes are reached after {experiment['method']['anneal_steps']:,}"
             + _dropout(record, name, experiment["model"]["dropout"])
             + "; the base on validation text: "
-            + ", ".join(format(base["valid"][measure], exact) for base in found)
+            + ", ".join(format(base["valid"][measure], DIGITS[measure][1]) for base in found)
             + (" (the same base, trained again for the rows that were missing)." if _again(record, name) else ".")
         )
 

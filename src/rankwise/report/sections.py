@@ -98,6 +98,23 @@ def timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
     return Table(("", "removed", "paper: time", "paper: faster", "ours: 1 thread", "ours: 2 threads"), tuple(rows))
 
 
+def gpu_timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Time of the dense model and speed against it on a GPU, by precision and batch."""
+    # the last run of a case counts
+    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "gpu inference"}
+    rows = []
+    # "sru float32, batch 1, graph: dense"
+    for case in dict.fromkeys(case.rpartition(", ")[0] for case in found):
+        model, precision, _, batch = case.replace(",", "").split()
+        row = [{"sru": "SRU", "txl": "Transformer-XL"}[model], precision, batch]
+        for how in ("torch", "graph"):
+            row.append(f"{found[f'{case}, {how}: dense']:.2f} ms")
+            row += (f"{found[f'{case}, {how}: speed of {level}% / dense']:.2f}x" for level in (80, 90))
+        rows.append(tuple(row))
+    kinds = [f"{how}: {what}" for how in ("kernels", "graph") for what in ("dense", "80% removed", "90% removed")]
+    return Table(("", "", "batch", *kinds), tuple(rows))
+
+
 def clusters(record: Record | None, base: str) -> Table:
     """What flop-l0 keeps of each cluster of words, and of the layers; the most frequent words first."""
     levels = [level for level in (50, 70, 80) if cells(record, base, f"flop-l0-{level}")]
