@@ -42,7 +42,7 @@ DISTILL = 0.8
 """Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
 """What asking a teacher takes, of the time of a step of the dense model (measured)."""
-MASKED = 0.62
+MASKED = 0.95
 """Rate of training with masks of single weights, of the dense model's (measured on the SRU)."""
 RARELY = {"eval_every": 10**6, "checkpoint_every": 10**6}
 
@@ -119,11 +119,11 @@ BASES = {
     "enwik8-sru-plain-1536": Base(make=lambda: plain_sru(1536), dense=1.62e6, pruned=2.37e6, overhead=8),
     "enwik8-sru-plain-2048": Base(make=lambda: plain_sru(2048), dense=1.07e6, pruned=1.8e6, overhead=8),
     "enwik8-transformer-xl": Base(make=transformer_xl, dense=0.54e6, pruned=0.53e6, overhead=24),
-    "enwik8-words": Base(make=words, dense=0.6e6, pruned=0.6e6, overhead=10, measured=False),
+    "enwik8-words": Base(make=words, dense=2.0e6, pruned=2.2e6, overhead=10),
     "enwik8-words-plain": Base(
-        make=lambda: words(width=592, rank=None), dense=0.6e6, pruned=0.6e6, overhead=10, measured=False
+        make=lambda: words(width=592, rank=None), dense=2.0e6, pruned=2.2e6, overhead=10, measured=False
     ),
-    "wikitext-2": Base(make=wikitext_2, dense=0.6e6, pruned=0.6e6, overhead=10, measured=False),
+    "wikitext-2": Base(make=wikitext_2, dense=2.0e6, pruned=2.2e6, overhead=15, measured=False),
     "demo": Base(make=demo, dense=2e4, pruned=4e4, overhead=2, measured=False),
 }
 

@@ -121,6 +121,24 @@ def test_speeds_on_a_gpu_are_the_recorded_ones(name: str, words: str) -> None:
     assert re.search(rf"{words}[^(]*\({row['speedup']:.2f}x", text)
 
 
+def test_speeds_by_cuda_graph_are_the_recorded_ones() -> None:
+    with (ROOT / "benchmarks/results.csv").open() as file:
+        rows = {row["case"]: float(row["value"]) for row in csv.DictReader(file) if row["benchmark"] == "gpu inference"}
+    speeds = {
+        (model, precision, batch): f"{rows[f'{model} {precision}, batch {batch}, graph: speed of 80% / dense']:.2f}x"
+        for model in ("sru", "txl")
+        for precision in ("float32", "bfloat16")
+        for batch in (1, 128)
+    }
+    text = " ".join((ROOT / "docs/inference.md").read_text().split())
+    for model, name in (("sru", "SRU"), ("txl", "Transformer-XL")):
+        single, half = (
+            f"{speeds[model, precision, 1]} and {speeds[model, precision, 128]} in {precision}"
+            for precision in ("float32", "bfloat16")
+        )
+        assert f"{name} {single}, {half}" in text
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 def test_the_table_of_speeds_is_the_recorded_one() -> None:
     with (ROOT / "benchmarks/results.csv").open() as file:
@@ -142,10 +160,11 @@ def test_the_table_of_fine_tuning_is_the_recorded_one() -> None:
     assert set(shown) <= found
     first = [
         [row["score"] for row in record["rows"] if (row["row"], row["seed"]) == (name, 0)]
-        for name in ("control", "ours-35", "ours-60")
+        for name in ("control", "ours-35", "ours-60", "paper-35", "fac-35")
     ]
-    control, some, most = (f"{statistics.mean(scores):.2f}" for scores in first)
+    control, some, most, learned, even = (f"{statistics.mean(scores):.2f}" for scores in first)
     assert f"are {control}, {some} and {most}." in README
+    assert f"learned ranks {learned}, even ones (fac) {even}" in README
 
 
 def test_the_one_shot_table_is_the_recorded_one() -> None:
