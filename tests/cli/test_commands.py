@@ -139,6 +139,26 @@ def test_evaluate_reads_another_text_by_the_vocabulary_of_the_run(
         assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
+def test_evaluate_knows_the_words_of_the_run_whatever_else_the_other_text_holds(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.txt").write_text("one two three four five six seven eight\n" * 40)
+    own = ("--corpus.name", str(tmp_path / "words.txt"), "--corpus.unit", "word", "--corpus.min_count", "2")
+    assert run(["train", "demo", *words(place), *own, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    losses = []
+    for name, before in (("a", "one two three four\n"), ("b", "nothing of that\n")):
+        (tmp_path / name).mkdir()
+        for split, text in (("train", before), ("valid", "one two three four\n"), ("test", "eight\n")):
+            (tmp_path / name / f"{split}.txt").write_text(text * 20)
+        found = answer(capsys, "evaluate", str(tmp_path / "run/base"), "--corpus.name", str(tmp_path / name))
+        losses.append(found["loss"])
+    assert losses[0] == losses[1]
+    # a published text is split by rules of its own, and not by those of the run's
+    assert run(["evaluate", str(tmp_path / "run/base"), "--corpus.name", "pydoc"]) == 2
+    assert "must be read in words, as the model does, but is read in characters." in capsys.readouterr().err
+
+
 def test_evaluate_names_a_character_that_the_run_does_not_know(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +196,12 @@ def test_sample_goes_on_from_the_prompt(finished: Path, capsys: pytest.CaptureFi
     assert lines(capsys, *arguments, "--seed", "2") != [text]
     likeliest = lines(capsys, *arguments, "--temperature", "0")
     assert lines(capsys, *arguments, "--top-k", "1") == likeliest
+
+
+def test_sample_begins_with_what_the_text_has(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = lines(capsys, "sample", str(finished), "--length", "5")
+    assert len(text) == 6
+    assert set(text) <= set(LETTERS)
 
 
 def test_a_model_that_is_gone_comes_back_by_the_command_that_sample_names(

@@ -69,6 +69,20 @@ def test_a_folder_of_another_kind_is_refused_and_left_alone(kind: str, command: 
     assert contents(place / kind) == before
 
 
+@pytest.mark.parametrize("gone", [["record.json"], ["record.json", "experiment.json"]])
+def test_a_sweep_that_was_stopped_ends_by_the_same_call_and_is_no_folder_of_a_run(
+    gone: list[str], place: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(place / "sweep", tmp_path / "sweep"))
+    for name in gone:
+        (folder / name).unlink()
+    for command in ("run", "train", "prune"):
+        with pytest.raises(CheckpointError, match='`format` was "rankwise-sweep" and is now "rankwise-'):
+            COMMANDS[command](toy(place), folder, place)
+    run_sweep(toy(place), folder)
+    assert contents(folder).keys() == {folder / path.relative_to(place / "sweep") for path in contents(place / "sweep")}
+
+
 @pytest.mark.parametrize("command", [run, train])
 def test_a_text_that_changed_is_refused(command: Callable[..., Any], tmp_path: Path) -> None:
     experiment = toy(tmp_path)

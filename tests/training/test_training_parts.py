@@ -23,6 +23,15 @@ from rankwise.training.schedules import SCHEDULES, constant, cosine, inverse_sqr
 steps = st.integers(1, 10_000)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_an_evaluation_leaves_every_module_in_its_mode(training: bool) -> None:
+    model = make_model("sru", 7).train(training)
+    model.dropout.eval()  # type: ignore[operator,union-attr]
+    modes = [module.training for module in model.modules()]
+    evaluate(LanguageModel(model), Evaluation(np.zeros(9, dtype=np.uint8), unroll=4), "character")
+    assert [module.training for module in model.modules()] == modes
+
+
 @given(k=steps, w=steps)
 def test_inverse_sqrt_is_the_papers_up_to_its_peak(k: int, w: int) -> None:
     assert inverse_sqrt(k, w, 1) == pytest.approx(min(k**-0.5, k / w**1.5) * w**0.5)

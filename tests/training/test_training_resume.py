@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import training_toys
 from training_toys import CONFIG, make_corpus, make_model, run
 
 import rankwise.training.run as run_module
@@ -256,7 +258,36 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(tmp_path: Path) -> None:
     assert_same(whole, run("sru", "flop-l0", tmp_path / "run"))
 
 
+def test_a_run_whose_best_checkpoint_is_gone_goes_on_from_before_it(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, lr=1.0, clip=None, dense_steps=0, keep=1)
+    whole = run("sru", None, tmp_path / "whole", config=config)
+    assert whole.best is not None and whole.best.step < config.steps
+    folder = tmp_path / "run"
+    shutil.copytree(tmp_path / "whole", folder)
+    best = folder / f"checkpoints/step-{whole.best.step}"
+    (best / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="Remove that folder; the run goes on from the one before"):
+        run("sru", None, folder, config=config)
+    shutil.rmtree(best)
+    assert_same(whole, run("sru", None, folder, config=config))
+
+
+def test_a_second_process_in_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    whole = run("sru", "flop-l0", tmp_path / "whole")
+    command = [sys.executable, training_toys.__file__, "sru", "flop-l0", str(tmp_path / "run")]
+    others = []
+
+    def start_another() -> None:
+        others.append(subprocess.run(command, capture_output=True, text=True, check=False))
+
+    assert_same(whole, run("sru", "flop-l0", tmp_path / "run", progress=At(1, start_another)))
+    assert others[0].returncode != 0
+    assert f"another one is running in {tmp_path / 'run'}. Wait until it has ended" in others[0].stderr
+    # and is let in afterwards
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 def test_nothing_that_is_written_can_run_code(tmp_path: Path) -> None:
     run("adaptive", "flop-l0", tmp_path / "run")
-    written = {path.suffix for path in (tmp_path / "run").glob("**/*") if path.is_file()}
+    written = {path.suffix for path in (tmp_path / "run").glob("**/*") if path.is_file() and path.stat().st_size}
     assert written == {".json", ".jsonl", ".safetensors"}

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from rankwise.data.vocabulary import Vocabulary
     from rankwise.experiments.arms import AnyExperiment, Watcher
     from rankwise.experiments.config import CorpusConfig
+    from rankwise.experiments.folder import Exported
 
 CHANGEABLE = ("corpus", "training")
+PROMPT = "The "
 
 
 def of_model(options: Options) -> AnyExperiment:
@@ -41,7 +43,7 @@ def evaluate(options: Options) -> None:
     assert isinstance(experiment, Experiment)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
-        corpus = _read(experiment.corpus, found.vocabulary, options.split, watcher)
+        corpus = _read(experiment.corpus, found, options.split, watcher)
         watcher.phase(f"evaluating {found.folder}")
         quality = quality_of(found.model, corpus, options.split, experiment.training)
     parameters = count(found.model)
@@ -53,18 +55,22 @@ def evaluate(options: Options) -> None:
         print(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
 
 
-def _read(config: CorpusConfig, vocabulary: Vocabulary, split: str, watcher: Watcher) -> Corpus:
+def _read(config: CorpusConfig, of: Exported, split: str, watcher: Watcher) -> Corpus:
     """The corpus, with its split in the numbers of the model's vocabulary."""
     from rankwise.data.sources import NAMES
 
+    own, vocabulary = of.experiment.corpus, of.vocabulary
     if config.name not in NAMES and config.unit is None:
         config = replace(config, unit="word" if vocabulary.kind == "word" else "character")
+    elif config.name in NAMES and (config.unit, config.min_count) == (own.unit, own.min_count):
+        # how the model's own text was split
+        config = replace(config, unit=None, min_count=None)
     corpus = config.load(watcher.read)
     if corpus.vocabulary == vocabulary:
         return corpus
-    if config.min_count is not None:
-        # which words are rare is for the model's vocabulary to say
-        corpus = replace(config, min_count=None).load(watcher.read)
+    if config.unit == "word":
+        # which words are known is for the model's vocabulary to say
+        corpus = replace(config, min_count=0).load(watcher.read)
     read: Any = {split: vocabulary.renumber(getattr(corpus, split), corpus.vocabulary)}
     return replace(corpus, vocabulary=vocabulary, **read)
 
@@ -74,19 +80,28 @@ def sample(options: Options) -> None:
     from rankwise.experiments.sample import sample as draw
 
     found = load_run(Path(options.target))
+    prompt = _beginning(found.vocabulary) if options.prompt is None else options.prompt
     numbers = draw(
         found.model,
         found.vocabulary,
-        options.prompt,
+        prompt,
         length=options.length,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
     )
     # the first number is drawn before anything is printed: a wrong prompt gets its line alone
-    for place, piece in enumerate(spelled(found.vocabulary, options.prompt, numbers)):
-        print(piece if place else options.prompt + piece, end="", flush=True)
+    for place, piece in enumerate(spelled(found.vocabulary, prompt, numbers)):
+        print(piece if place else prompt + piece, end="", flush=True)
     print()
+
+
+def _beginning(vocabulary: Vocabulary) -> str:
+    """Where none is given: `PROMPT`, or the most frequent token of a text without its letters."""
+    known = vocabulary.numbers
+    if vocabulary.kind == "word":
+        return PROMPT.strip() if PROMPT.strip().encode() in known else vocabulary.decode([0])
+    return PROMPT if all(letter.encode() in known for letter in PROMPT) else vocabulary.decode([0])
 
 
 def spelled(vocabulary: Vocabulary, prompt: str, numbers: Iterable[int]) -> Iterator[str]:
@@ -113,7 +128,7 @@ def _evaluate_arguments(parser: Parser) -> None:
 def _sample_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("target", metavar="FOLDER", help="of a run, or of one of its models")
-    add("--prompt", default="The ", metavar="TEXT", help="what the text begins with (default: 'The ')")
+    add("--prompt", metavar="TEXT", help=f"what the text begins with (default: {PROMPT!r}, if it can be written)")
     add("--length", type=whole_number, default=500, metavar="N", help="tokens to draw (default: 500)")
     add("--temperature", type=number, default=0.8, metavar="T", help="0 takes the likeliest (default: 0.8)")
     add("--top-k", type=whole_number, metavar="K", help="draw from the K likeliest tokens only")

@@ -35,7 +35,8 @@ def load_corpus(
     A published corpus is taken from the folder `data` if one is given, and downloaded otherwise. Prepared corpora and
     downloads are kept in `cache`, by default the user's cache folder. `unit` and `min_count` say how the text of a
     file or folder is split: "character" (the default, except for `.tokens` files) or "word", of which those that the
-    training text has fewer than `min_count` times become `<unk>`. In a distributed run one process goes first.
+    training text has fewer than `min_count` times become `<unk>`; 0 also keeps those that only the other texts have. In
+    a distributed run one process goes first.
     """
     store = Path(cache) if cache is not None else cache_folder()
     if str(corpus) in NAMES:
@@ -103,9 +104,10 @@ def _folder_of(archive: str, data: Path | None, store: Path, progress: Progress 
 def _own(path: Path, unit: Unit | None, min_count: int) -> Source:
     if unit not in (None, "character", "word"):
         raise DataError(f"`unit` must be 'character' or 'word', but is {unit!r} instead.")
-    if min_count < 1 or (min_count > 1 and unit != "word"):
+    if min_count < 0 or (min_count != 1 and unit != "word"):
         raise DataError(
-            f"`min_count` must be at least 1, and 1 unless `unit` is 'word', but is {min_count} instead. Leave it out."
+            f"`min_count` must not be negative, and 1 unless `unit` is 'word', but is {min_count} instead. "
+            "Leave it out."
         )
     remedy = "Add it, or give a single text file, which is split by position."
     files = _find_splits([path], remedy) if path.is_dir() else [path]

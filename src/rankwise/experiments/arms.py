@@ -19,6 +19,8 @@ AnyExperiment: TypeAlias = "Experiment | GlueExperiment"
 E = TypeVar("E")
 
 FORMAT, VERSION = "rankwise-experiment", 1
+SWEEP = "rankwise-sweep"
+"""Format of a record of many."""
 """Of a record."""
 
 

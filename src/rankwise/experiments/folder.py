@@ -23,7 +23,7 @@ from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
 from rankwise.deploy.save import OF_RUN, STRUCTURE
 from rankwise.errors import CheckpointError, DataError
-from rankwise.experiments.arms import FORMAT, AnyExperiment
+from rankwise.experiments.arms import FORMAT, SWEEP, AnyExperiment
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.fields import from_json, to_json
 from rankwise.files import reason, write_json
@@ -33,6 +33,8 @@ from rankwise.training.records import FORMAT as TRAINED
 BASE = "base"
 EXPERIMENT, VOCABULARY = OF_RUN
 RECORD, EXPORT, MODEL = "record.json", "export.json", "model"
+SEEDS = "seed-*"
+"""Folders of a sweep."""
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 """Of a training run."""
 SHOWN = 4
@@ -60,6 +62,8 @@ def claim(folder: Path, form: str) -> dict[str, Any] | None:
         found = record["format"]
     elif _has_checkpoints(folder):
         found = TRAINED
+    elif any(folder.glob(f"{SEEDS}/{EXPERIMENT}")):
+        found = SWEEP
     elif (folder / EXPERIMENT).is_file():
         found = FORMAT
     if found is not None:
@@ -152,7 +156,7 @@ def refuse_sweep(folder: Path) -> None:
     # of a run whose own model is gone
     if record is None or read_experiment(folder).method.name in record.get("arms", ()):
         return
-    models = sorted(path.parent for pattern in ("*", "seed-*/*") for path in folder.glob(f"{pattern}/{MODEL}"))
+    models = sorted(path.parent for pattern in ("*", f"{SEEDS}/*") for path in folder.glob(f"{pattern}/{MODEL}"))
     if models:
         names = [str(path) for path in models[:SHOWN]] + ["and so on"] * (len(models) > SHOWN)
         raise CheckpointError(

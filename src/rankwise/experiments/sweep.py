@@ -10,11 +10,11 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.experiments.arms import AnyExperiment, Arm, Watcher, check_seed, run_arms
+from rankwise.experiments.arms import SWEEP, AnyExperiment, Arm, Watcher, check_seed, run_arms
 from rankwise.experiments.config import Experiment
 from rankwise.experiments.folder import RECORD, claim, write, write_experiment
 
-FORMAT, VERSION = "rankwise-sweep", 1
+VERSION = 1
 
 
 def sweep(
@@ -44,7 +44,7 @@ def sweep(
     if isinstance(experiment, Experiment) and "dense" not in methods:
         methods = ["dense", *methods]
     path, watcher = Path(folder), watcher or Watcher()
-    claim(path, FORMAT)
+    claim(path, SWEEP)
     arms = _arms(experiment, methods, removed)
     records = []
     for seed in seeds:
@@ -54,7 +54,7 @@ def sweep(
             run_arms(replace(experiment, seed=seed), seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers)
         )
     write_experiment(path, experiment)
-    record = {"format": FORMAT, "version": VERSION, "name": experiment.name, "runs": records}
+    record = {"format": SWEEP, "version": VERSION, "name": experiment.name, "runs": records}
     write(path / RECORD, record)
     return record
 

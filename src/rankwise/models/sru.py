@@ -62,7 +62,7 @@ class SRULayer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check(input_width=input_width, width=width, rank=rank, dropout=dropout)
+        _check(input_width=input_width, width=width, rank=rank, dropout=dropout, highway_bias=highway_bias)
         self.input_width, self.width = input_width, width
         self.num_projections = 3 if input_width == width else 4
         self.highway_bias = highway_bias
@@ -353,8 +353,10 @@ def _draw_mask(dropout: float, *shape: int, device: torch.device) -> Tensor:
 
 
 def _check(**settings: Any) -> None:
-    """Refuse sizes below 1 and a dropout outside [0, 1)."""
+    """Refuse sizes below 1, a dropout outside [0, 1) and a bias that is not finite."""
     for name, value in settings.items():
+        if name == "highway_bias" and not math.isfinite(value):
+            raise ValueError(f"`highway_bias` must be finite, but is {value} instead.")
         if name == "dropout" and not 0 <= value < 1:
             raise ValueError(f"`dropout` must lie in [0, 1), but is {value} instead.")
         if name.endswith("rank") and value is not None and value < 1:

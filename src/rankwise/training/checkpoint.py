@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,18 @@ class Checkpoints:
                 f"A checkpoint must be whole, but {path} is not: {reason(error)}. "
                 "Remove that folder; the run goes on from the one before."
             ) from error
+
+    def latest_first(self) -> Iterator[Checkpoint]:
+        for step, evaluated in reversed(self.steps()):
+            yield self.load(step, evaluated)
+
+    def has_best(self, checkpoint: Checkpoint) -> bool:
+        """Whether the best weights before a checkpoint are there still, without which its run cannot end."""
+        best = checkpoint.about["best"]
+        return best is None or best["step"] == checkpoint.step or (best["step"], True) in self.steps()
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        self._remove(self._path(checkpoint.step, checkpoint.evaluated))
 
     def sweep(self) -> None:
         """Remove what a killed run left unfinished."""

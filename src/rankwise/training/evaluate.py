@@ -59,7 +59,7 @@ def evaluate(
     language: LanguageModel, text: Evaluation, unit: Unit, *, check: Callable[[], None] = lambda: None
 ) -> Quality:
     """Quality over every target of `text`, each once. `check` is called between windows, and may raise to stop."""
-    was_training = language.training
+    modes = {module: module.training for module in language.modules()}
     language.eval()
     try:
         total, num_targets = torch.zeros((), dtype=torch.float64), 0
@@ -72,5 +72,6 @@ def evaluate(
             total += loss.double().cpu() * counted
             num_targets += counted
     finally:
-        language.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
     return Quality(loss=float(total) / num_targets, num_targets=num_targets, unit=unit)

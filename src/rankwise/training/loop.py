@@ -70,7 +70,11 @@ def fit(
         progress: is told what happens.
     """
     run = Run(model, corpus, config, folder, pruner, about or {}, trackers, teacher)
-    progress = progress or Progress()
+    with run.folder.held():
+        return _fit(run, progress or Progress())
+
+
+def _fit(run: Run, progress: Progress) -> Outcome:
     if not run.restore():
         # what an earlier run left that never came to a checkpoint
         run.folder.metrics.unlink(missing_ok=True)
@@ -78,8 +82,8 @@ def fit(
     run.folder.begin(run.configuration)
     # an interrupted evaluation has not written its line, so lines up to the step before are what is known
     run.folder.cut(run.step - run.pending)
-    start_trackers(run.accelerator, config, run.step - run.pending)
-    progress.begin(run.step, config.steps)
+    start_trackers(run.accelerator, run.config, run.step - run.pending)
+    progress.begin(run.step, run.config.steps)
     try:
         with interruption() as stop:
             _go(run, stop, progress)

@@ -1,4 +1,7 @@
-"""A run is a folder: `config.json`, `metrics.jsonl` as it goes, `record.json` at the end, and `checkpoints/`."""
+"""A run is a folder: `config.json`, `metrics.jsonl` as it goes, `record.json` at the end, and `checkpoints/`.
+
+`.lock` is an empty file, locked for as long as a process runs there.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from rankwise.errors import CheckpointError
 from rankwise.files import reason, write_json
@@ -28,6 +33,25 @@ class RunFolder:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
         self.record = self.path / "record.json"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes out of the folder; one that is killed holds nothing."""
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"One process may run in a folder, but another one is running in {self.path}. "
+                "Wait until it has ended, or choose another folder."
+            ) from None
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Make the folder and say what will be run in it."""

@@ -276,13 +276,15 @@ class Run:
     def restore(self) -> bool:
         """Go on from the last checkpoint, if there is one of this very run."""
         self.checkpoints.sweep()
-        found = self.checkpoints.steps()
-        if not found:
+        for checkpoint in self.checkpoints.latest_first():
+            about = checkpoint.about
+            check_same(binding(about["configuration"]), binding(self.configuration), self.folder.path)
+            if self.checkpoints.has_best(checkpoint):
+                break
+            self.checkpoints.remove(checkpoint)
+        else:
             torch.manual_seed(self.config.seed)
             return False
-        checkpoint = self.checkpoints.load(*found[-1])
-        about = checkpoint.about
-        check_same(binding(about["configuration"]), binding(self.configuration), self.folder.path)
         if about["pruner"] is not None:
             with warnings.catch_warnings():
                 # what was said when pruning began need not be said again

@@ -64,9 +64,6 @@ class Stage:
     ) -> float:
         """One phase of training, with its configuration and its metrics in its folder; the seconds that it took."""
         folder = RunFolder(self.folder / name)
-        folder.metrics.unlink(missing_ok=True)
-        folder.begin(of)
-        self.watcher.begin(0, self.steps(config))
 
         def log(line: Mapping[str, Any]) -> None:
             folder.append(line)
@@ -81,13 +78,17 @@ class Stage:
             taken += 1
             self.watcher.advance(taken)
 
-        try:
-            return tune(
-                model, self.splits.train, config, loss,
-                seed=seed, precision=self.precision, pruner=pruner, after_step=advance, log=log,
-            )  # fmt: skip
-        finally:
-            self.watcher.end()
+        with folder.held():
+            folder.metrics.unlink(missing_ok=True)
+            folder.begin(of)
+            self.watcher.begin(0, self.steps(config))
+            try:
+                return tune(
+                    model, self.splits.train, config, loss,
+                    seed=seed, precision=self.precision, pruner=pruner, after_step=advance, log=log,
+                )  # fmt: skip
+            finally:
+                self.watcher.end()
 
     def steps(self, config: TuningConfig) -> int:
         """Of a phase over the training rows."""
