@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rankwise.adapters import families
 from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
@@ -90,6 +91,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> n
         if id(module) in instead:
             become(module, instead[id(module)])
     answer(skeleton)
+    families.changed(skeleton)
     return skeleton
 
 

@@ -1,8 +1,7 @@
 """Joining transformers as soon as it is there, without importing it.
 
-`from_pretrained` finds how to load a folder in a registry of transformers, which offers packages no entry point to it.
-So `import rankwise` waits for the module that holds the registry: one finder in front of the others, which leaves when
-it is done and changes nothing for any other module.
+transformers offers packages no entry point. So `import rankwise` waits for the module that every model of transformers
+needs: one finder in front of the others, which leaves when it is done and changes nothing for any other module.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-REGISTRY = "transformers.quantizers.auto"
+MODELS = "transformers.modeling_utils"
 
 
 class _Waiting:
-    """Lets the finders behind it find the registry, and joins when it has been imported."""
+    """Lets the finders behind it find the module, and joins when it has been imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != REGISTRY:
+        if name != MODELS:
             return None
         sys.meta_path.remove(self)
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
@@ -41,7 +40,7 @@ class _Waiting:
 
 def join_when_imported() -> None:
     """Join transformers now if it is imported, else as soon as it is."""
-    if REGISTRY in sys.modules:
+    if MODELS in sys.modules:
         _join()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Waiting())

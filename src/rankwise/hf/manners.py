@@ -1,30 +1,63 @@
-"""What a gated or compact model of transformers does for itself: save, resize its vocabulary, know its ties.
+"""What a model of transformers with gated or compact layers does otherwise: save, resize its vocabulary, know its ties.
 
-Its own `save_pretrained` and `resize_token_embeddings` would write a folder that loads as random weights, and fail.
-The model keeps its class; the two methods are set on the instance, and copies of it have their own.
+The stock `save_pretrained` would write a folder that loads as random weights, the stock `resize_token_embeddings` would
+fail. Both are wrapped once, where `PreTrainedModel` defines them: a model none of whose modules bears our mark goes
+straight to the stock method, and one that took in a compact part does not.
 """
 
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from rankwise.hf.layout import ties_of
 from rankwise.hf.saving import save_with_layout
 from rankwise.hf.vocabulary import resize_token_embeddings
 
+MARK = "_rankwise"
+"""An attribute of every module of a model whose layers changed; copies have it too."""
+
 
 def adopt(model: nn.Module) -> None:
-    """Teach every model of transformers in `model` these manners."""
+    """Mark what is in `model`, and tell each model of transformers in it its ties."""
     for part in model.modules():
+        vars(part)[MARK] = True
         if isinstance(part, PreTrainedModel):
-            # a partial, not a bound method: it survives pickling as it survives copying
-            vars(part)["save_pretrained"] = partial(save_with_layout, part)
-            vars(part)["resize_token_embeddings"] = partial(resize_token_embeddings, part)
             declare_ties(part)
+
+
+def is_adopted(model: nn.Module) -> bool:
+    """Whether a model holds a part whose layers changed."""
+    return any(MARK in vars(part) for part in model.modules())
+
+
+def teach(kind: type[PreTrainedModel]) -> None:
+    """Let models that hold such a part save and resize in our way."""
+    stock = kind.save_pretrained
+
+    def save(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        save_with_layout(model, stock, *args, **kwargs)
+
+    kind.save_pretrained = _where_adopted(save, stock)  # type: ignore[method-assign]
+    kind.resize_token_embeddings = _where_adopted(  # type: ignore[method-assign]
+        resize_token_embeddings, kind.resize_token_embeddings
+    )
+
+
+def _where_adopted(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not is_adopted(self):
+            return stock(self, *args, **kwargs)
+        declare_ties(self)
+        return ours(self, *args, **kwargs)
+
+    return method
 
 
 def declare_ties(model: PreTrainedModel) -> None:

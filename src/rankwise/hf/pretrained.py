@@ -16,7 +16,6 @@ from rankwise.deploy.save import whole_folder
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.hf.card import Pair, card
 from rankwise.hf.layout import is_gated
-from rankwise.hf.manners import adopt
 from rankwise.hf.saving import CONFIG
 
 CARD = "README.md"
@@ -54,7 +53,6 @@ def save_pretrained(
         _check_figures(word, figures)
     target = Path(folder).resolve()
     check_target(target, overwrite)
-    adopt(model)
     with whole_folder(target) as unfinished:
         model.save_pretrained(unfinished, max_shard_size=max_shard_size)
         if tokenizer is not None:

@@ -17,6 +17,7 @@ from rankwise.core.surgery import become
 from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
 from rankwise.hf.layout import METHOD, Layout
+from rankwise.hf.manners import adopt
 from rankwise.modules import PivotLinear, SelectedLinear
 
 if TYPE_CHECKING:
@@ -74,8 +75,6 @@ class RankwiseQuantizer(HfQuantizer):
         self.layout = layout
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from rankwise.hf.manners import adopt
-
         # transformers leaves shapes to the quantizer
         state: dict[str, Tensor] = model.state_dict(keep_vars=True)
         for name, tensor in state.items():

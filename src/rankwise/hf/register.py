@@ -1,11 +1,11 @@
-"""Making rankwise known to transformers: its registry of loaders, and manners for the models that are gated.
+"""Making rankwise known to transformers: its registry of loaders, and the manners of models whose layers changed.
 
-This runs while transformers is being imported, so that nothing here or in `quantizer` may need its models yet.
+This runs once `transformers.modeling_utils` is there; nothing here may need more of transformers than that.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -14,6 +14,7 @@ from transformers.quantizers.auto import (
 
 from rankwise.adapters.families import ON_CHANGE
 from rankwise.hf.layout import METHOD
+from rankwise.hf.manners import adopt, teach
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 
 
@@ -22,10 +23,5 @@ def register() -> None:
     if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(METHOD)(RankwiseConfig)
         register_quantizer(METHOD)(RankwiseQuantizer)
-        ON_CHANGE.append(_teach)
-
-
-def _teach(model: nn.Module) -> None:
-    from rankwise.hf.manners import adopt
-
-    adopt(model)
+        teach(PreTrainedModel)
+        ON_CHANGE.append(adopt)

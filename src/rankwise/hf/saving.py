@@ -1,4 +1,4 @@
-"""`model.save_pretrained` for a gated or compact model: the stock one, and the word that makes the folder safe."""
+"""`model.save_pretrained` for gated or compact layers: the stock one, and the word that makes the folder safe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rankwise.hf.layout import REMEDY, entry_of
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -22,17 +23,18 @@ HUB = ("repo_id", "commit_message", "create_pr", "private")
 
 def save_with_layout(
     model: PreTrainedModel,
+    stock: Callable[..., None],
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     state_dict: dict[str, Tensor] | None = None,
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Save with stock means; the folder says what its layers are, and stops those who cannot read that."""
+    """Save by the stock method; the folder says what its layers are, and stops those who cannot read that."""
     hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
     entry = entry_of(model)
     _set_entry(model, entry)
-    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
+    stock(model, save_directory, is_main_process, state_dict, **kwargs)
     config = Path(save_directory) / CONFIG
     if entry is not None and is_main_process:
         # Without rankwise, transformers would only warn of an unknown `quant_method`, and go on with random weights.
@@ -40,7 +42,7 @@ def save_with_layout(
         content = json.loads(config.read_text(encoding="utf-8"))
         write_json(config, {**content, "transformers_weights": REMEDY})
     if push_to_hub:
-        # it saves by this very function before it uploads
+        # it saves by `save_pretrained`, and so by this very function, before it uploads
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
