@@ -155,6 +155,27 @@ def test_a_loaded_model_is_an_ordinary_one(tmp_path: Path) -> None:
     rw.Pruner(model, rw.Budget(removed=0.1), "flop-agp", anneal_steps=1)
 
 
+def test_saving_leaves_the_configuration_to_others_who_share_it(tmp_path: Path) -> None:
+    dense = build("bert")
+    student, control = (type(dense)(dense.config) for _ in range(2))
+    pruner = rw.Pruner(student, rw.Budget(removed=0.4), "fac")
+    student.save_pretrained(tmp_path / "gated")
+    small: Any = pruner.compact()
+    assert not hasattr(small.config, "quantization_config")
+    small.save_pretrained(tmp_path / "small")
+    assert not hasattr(small.config, "quantization_config")
+    control.save_pretrained(tmp_path / "control")
+    assert_same(load(tmp_path / "control", type(control)), control)
+    assert_same(load(tmp_path / "small", type(small)), small)
+
+
+def test_a_save_that_fails_leaves_the_configuration_too(tmp_path: Path) -> None:
+    small = compact("bert")
+    with pytest.raises(TypeError):
+        small.save_pretrained(tmp_path, max_shard_size=[])
+    assert not hasattr(small.config, "quantization_config")
+
+
 @pytest.mark.parametrize("family", GENERATING)
 def test_generation_with_its_cache_is_that_of_the_model_in_memory(family: str, tmp_path: Path) -> None:
     small = compact(family)

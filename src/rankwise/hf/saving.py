@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ from rankwise.hf.layout import REMEDY, entry_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 CONFIG = "config.json"
+ENTRY = "quantization_config"
 HUB = ("repo_id", "commit_message", "create_pr", "private")
 """Arguments of an upload."""
 
@@ -33,8 +35,8 @@ def save_with_layout(
     """Save by the stock method; the folder says what its layers are, and stops those who cannot read that."""
     hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
     entry = entry_of(model)
-    _set_entry(model, entry)
-    stock(model, save_directory, is_main_process, state_dict, **kwargs)
+    with _saying(model.config, entry):
+        stock(model, save_directory, is_main_process, state_dict, **kwargs)
     config = Path(save_directory) / CONFIG
     if entry is not None and is_main_process:
         # Without rankwise, transformers would only warn of an unknown `quant_method`, and go on with random weights.
@@ -46,8 +48,19 @@ def save_with_layout(
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
-def _set_entry(model: PreTrainedModel, entry: dict[str, Any] | None) -> None:
+@contextmanager
+def _saying(config: PreTrainedConfig, entry: dict[str, Any] | None) -> Iterator[None]:
+    """While it is written, the configuration says `entry`; other models may share it."""
+    said = getattr(config, ENTRY, None)
+    _say(config, entry)
+    try:
+        yield
+    finally:
+        _say(config, said)
+
+
+def _say(config: PreTrainedConfig, entry: Any) -> None:
     if entry is not None:
-        model.config.quantization_config = entry
-    elif hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        setattr(config, ENTRY, entry)
+    elif hasattr(config, ENTRY):
+        delattr(config, ENTRY)
