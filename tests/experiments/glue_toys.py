@@ -34,6 +34,7 @@ def encoder(folder: Path, *, tokenizer: bool = True, labels: int | None = None, 
     torch.manual_seed(0)
     config = {
         "bert": lambda: hf.BertConfig(vocab_size=len(words), pad_token_id=1, **WIDTHS),
+        "roberta": lambda: hf.RobertaConfig(vocab_size=len(words), pad_token_id=1, **WIDTHS),
         "mpnet": lambda: hf.MPNetConfig(vocab_size=len(words), pad_token_id=1, **WIDTHS),
     }[family]()
     if labels is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from rankwise.experiments.arms import run
 from rankwise.experiments.fields import from_json, override, settings, to_json
 from rankwise.experiments.glue.config import GlueExperiment
 from rankwise.experiments.glue.data import held_apart, predict
-from rankwise.experiments.glue.encoder import load_encoder
+from rankwise.experiments.glue.encoder import check_encoder, load_encoder
 from rankwise.experiments.glue.presets import ENCODERS, glue, outline
 from rankwise.experiments.sweep import sweep
 from rankwise.hf.examples import TokenizedTexts
@@ -241,6 +242,24 @@ def test_a_wrong_model_is_refused_before_anything_is_written(tmp_path: Path) -> 
     with pytest.raises(RankwiseError, match="must be at least .* parameters|cannot"):
         run(toy(tmp_path, budget=Budget(removed=0.99)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
+def test_lengths_are_accepted_as_far_as_the_model_reads(family: str, tmp_path: Path) -> None:
+    """RoBERTa and MPNet count positions from behind the one of padding."""
+    folder = encoder(tmp_path, family=family)
+    model = hf.AutoModel.from_pretrained(folder)
+    read, accepted = [], []
+    for length in range(136, 142):
+        with suppress(IndexError, RuntimeError):
+            model(torch.full((1, length), 6))
+            read.append(length)
+        with suppress(RankwiseError):
+            check_encoder(folder, TASKS["mrpc"], length)
+            accepted.append(length)
+    assert accepted == read
+    with pytest.raises(RankwiseError, match=f"`model.max_length` must be at most {read[-1]}, .* but is 141"):
+        check_encoder(folder, TASKS["mrpc"], 141)
 
 
 def test_a_head_of_the_right_labels_is_kept(tmp_path: Path) -> None:

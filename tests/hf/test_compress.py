@@ -31,11 +31,12 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of two families, one of them without its tokenizer, and texts."""
+    """A folder with a model of each of three families, one of them without its tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama-tied", "bert"):
+    for family in ("llama-tied", "roberta-mlm", "bert"):
         build(family).save_pretrained(folder / family)
-    tokenizer().save_pretrained(folder / "llama-tied")
+        if family != "bert":
+            tokenizer().save_pretrained(folder / family)
     (folder / "text.txt").write_text(" ".join(WORDS[i * i % 50] for i in range(2_000)))
     (folder / "short.txt").write_text("w1 w2 w3")
     return folder
@@ -147,6 +148,10 @@ def test_the_command_compresses(place: Path, tmp_path: Path, capsys: pytest.Capt
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "text.txt", "--window", "30", "--out", "OUT"],
             "A window must be at most 20 tokens, which is all the model reads, but is 30",
+        ),
+        (
+            ["roberta-mlm", "--removed", "0.3", "--calibration", "text.txt", "--window", "20", "--out", "OUT"],
+            "A window must be at most 18 tokens, which is all the model reads, but is 20",
         ),
         (["nowhere", "--removed", "0.3", "--out", "OUT"], "MODEL must be a folder or name .* 'nowhere' is not|nowhere"),
         (["llama-tied", "--removed", "0.3", "--out", "text.txt"], "must be a folder, but .*text.txt is a file"),

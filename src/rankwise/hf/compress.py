@@ -135,12 +135,22 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def positions_of(model: PreTrainedModel) -> int | None:
+    """How many tokens a model reads; None where it sets no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 0:
+        return None
+    # a table that has a row for padding begins to count behind it (RoBERTa, MPNet)
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    pads = [int(table.padding_idx) for table in tables if getattr(table, "padding_idx", None) is not None]
+    return positions - max(pads, default=-1) - 1
+
+
 def _check_windows(model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
     """Refuse windows that the model cannot read."""
-    config = model.config.get_text_config()
-    length, places = len(windows[0]), getattr(config, "max_position_embeddings", None)
+    length, places = len(windows[0]), positions_of(model)
     if places is not None and length > places:
         raise DataError(f"A window must be at most {places} tokens, which is all the model reads, but is {length}.")
-    largest, words = max(int(window.max()) for window in windows), config.vocab_size
+    largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")

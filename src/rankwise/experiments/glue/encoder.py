@@ -14,6 +14,7 @@ from torch import nn
 
 from rankwise.data.glue.tasks import Task
 from rankwise.errors import RankwiseError
+from rankwise.hf.compress import positions_of
 
 try:
     import transformers
@@ -51,8 +52,9 @@ def check_encoder(name: str | os.PathLike[str], task: Task, max_length: int) -> 
             f"The head of {name} must have {task.num_labels} labels for {task.title}, but has {config.num_labels}. "
             "Give a model without a head, or one that was fine-tuned for this task."
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 <= positions < max_length:
+    with quiet():
+        positions = positions_of(_skeleton(name, config))
+    if positions is not None and positions < max_length:
         raise RankwiseError(
             f"`model.max_length` must be at most {positions}, the positions of {name}, but is {max_length} instead."
         )
@@ -68,10 +70,23 @@ def load_encoder(name: str | os.PathLike[str], task: Task, *, seed: int = 0) -> 
                 name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise RankwiseError(
-                f"`model.name` must be a model that can classify texts, but {name} is not: {_first_line(error)}"
-            ) from error
+            raise _no_classifier(name, error) from error
     return model
+
+
+def _skeleton(name: str | os.PathLike[str], config: Any) -> Any:
+    """The model without weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise _no_classifier(name, error) from error
+
+
+def _no_classifier(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
+    return RankwiseError(
+        f"`model.name` must be a model that can classify texts, but {name} is not: {_first_line(error)}"
+    )
 
 
 def _config(name: str | os.PathLike[str]) -> Any:
