@@ -112,3 +112,48 @@ def test_a_dense_model_is_saved_by_transformers_alone(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "config.json").read_text())
     assert not {"quantization_config", "transformers_weights"} & content.keys()
     assert hf.BertModel.from_pretrained(tmp_path).get_input_embeddings().num_embeddings == WORDS + 1
+
+
+def head_of(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+@pytest.mark.parametrize("method", ["fac", "svd pivot", "agp"])
+@pytest.mark.parametrize(
+    "family, base", [("gpt2", "transformer"), ("llama-tied", "model"), ("bert-mlm", "bert"), ("t5", "encoder")]
+)
+def test_a_base_saved_alone_gets_its_output_layer_from_its_words(
+    family: str, base: str, method: str, tmp_path: Path
+) -> None:
+    """As transformers does it for dense models: the output layer is the table of words, not a fresh one."""
+    small: Any = compact(family, method)
+    bare = getattr(small, base)
+    if family == "t5":
+        bare = hf.T5EncoderModel(small.config)
+        bare.shared, bare.encoder = small.shared, small.encoder
+    bare.save_pretrained(tmp_path)
+    model: Any = type(small).from_pretrained(tmp_path)
+    words, head = model.get_input_embeddings(), head_of(model)
+    hidden = torch.randn(2, small.config.hidden_size)
+    bias = 0 if head.bias is None else head.bias
+    with torch.no_grad():
+        want = hidden @ words(torch.arange(WORDS)).T + bias
+        torch.testing.assert_close(head(hidden), want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(words(torch.arange(WORDS)), bare.get_input_embeddings()(torch.arange(WORDS)))
+    # counted once, trained as one, and so saved
+    assert {id(p) for p in words.parameters()} <= {id(p) for p in head.parameters()}
+    if family == "t5":
+        assert torch.equal(model.decoder.embed_tokens(torch.arange(WORDS)), words(torch.arange(WORDS)))
+    model.save_pretrained(tmp_path / "again")
+    again = type(small).from_pretrained(tmp_path / "again")
+    assert rw.count(again) == rw.count(model)
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_layer_that_was_saved_by_itself_stays_so(tmp_path: Path) -> None:
+    """Its class ties it to the words, but the folder holds one that had become another."""
+    model: Any = build("bert-mlm")
+    model.bert = rw.compress(model.bert, rw.Budget(removed=0.4))
+    model.save_pretrained(tmp_path)
+    other: Any = hf.BertForPreTraining.from_pretrained(tmp_path)
+    assert torch.equal(head_of(other).weight, head_of(model).weight)

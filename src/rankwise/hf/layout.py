@@ -15,7 +15,17 @@ import torch
 from torch import nn
 
 from rankwise.core.layers import GatedLayer
-from rankwise.deploy.structure import Head, Layer, from_json, layer_of, layers_of, to_json
+from rankwise.deploy.structure import (
+    Head,
+    Layer,
+    LowRankEmbedding,
+    PivotEmbedding,
+    PivotHead,
+    from_json,
+    layer_of,
+    layers_of,
+    to_json,
+)
 from rankwise.errors import CheckpointError
 from rankwise.version import VERSION as OWN_VERSION
 
@@ -74,6 +84,8 @@ class Layout:
     gated: bool
     layers: dict[str, Layer]
     tied: dict[str, str]
+    copied: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Buffers that hold what others do: transformers knows tied parameters but no tied buffers."""
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Layout:
@@ -102,7 +114,7 @@ class Layout:
         What the other class does not have (the head that was saved) is left out.
         """
         here = _renamer(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
-        foreign = type(model).__name__ not in (model.config.architectures or [])
+        foreign = is_foreign(model)
         layers: dict[str, Layer] = {}
         for name, layer in self.layers.items():
             known = here(name)
@@ -121,11 +133,56 @@ class Layout:
             )
         return Layout(self.gated, layers, self.tied)
 
+    def extended(self, model: PreTrainedModel, held: Iterable[str]) -> Layout:
+        """With what a model of another class ties to the layers that were saved: an output layer to the table of words.
+
+        `held` are the names of the tensors in the folder: what stands there by itself is not tied.
+        """
+        here = _renamer(model, model.state_dict())
+        own = {here(name) for name in held}
+        layers, tied, copied = dict(self.layers), dict(self.tied), dict(self.copied)
+        for name, source in model.all_tied_weights_keys.items():
+            follower, table = name.removesuffix(".weight"), source.removesuffix(".weight")
+            if follower in self.layers or name in own:
+                continue
+            layer = self.layers.get(table)
+            if isinstance(layer, LowRankEmbedding):
+                layers[follower] = _follower(layer, table, model.get_submodule(follower))
+                words, projection = ("embedding", "projection") if isinstance(layers[follower], Head) else ("0", "1")
+                key = "coefficients" if isinstance(layer, PivotEmbedding) else "weight"
+                tied[f"{follower}.{words}.weight"] = f"{table}.0.weight"
+                tied[f"{follower}.{projection}.{key}"] = f"{table}.1.{key}"
+                if isinstance(layer, PivotEmbedding):
+                    copied[f"{follower}.{projection}.places"] = f"{table}.1.places"
+            else:
+                tied[name] = source
+        return dataclasses.replace(self, layers=layers, tied=tied, copied=copied)
+
     def ties(self, model: PreTrainedModel) -> dict[str, str]:
         """The ties whose names `model` has, once its layers have their form."""
         here = _renamer(model, model.state_dict())
         pairs = ((here(name), here(source)) for name, source in self.tied.items())
         return {name: source for name, source in pairs if name is not None and source is not None}
+
+
+def is_foreign(model: PreTrainedModel) -> bool:
+    """Whether a folder that is being loaded was saved by a model of another class."""
+    return type(model).__name__ not in (model.config.architectures or [])
+
+
+def _follower(table: LowRankEmbedding, name: str, module: nn.Module) -> Layer:
+    """A layer in the place of `module` that is tied to the embedding `name`: an embedding too, or a head."""
+    if isinstance(module, nn.Embedding):
+        return dataclasses.replace(table, padding_idx=module.padding_idx)
+    pivot = isinstance(table, PivotEmbedding)
+    return (PivotHead if pivot else Head)(
+        inputs=table.width,
+        outputs=table.words,
+        bias=getattr(module, "bias", None) is not None,
+        rank=table.rank,
+        embedding=f"{name}.0",
+        projection=None if pivot else f"{name}.1",
+    )
 
 
 def _renamer(model: PreTrainedModel, names: Iterable[str]) -> Callable[[str], str | None]:

@@ -5,9 +5,12 @@ transformers calls such an object a quantizer; nothing is quantized. After loadi
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,7 +19,7 @@ from rankwise.adapters.readers import answer
 from rankwise.core.surgery import become
 from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
-from rankwise.hf.layout import METHOD, Layout
+from rankwise.hf.layout import METHOD, Layout, is_foreign
 from rankwise.hf.manners import adopt
 from rankwise.modules import PivotLinear, SelectedLinear
 
@@ -39,6 +42,7 @@ class RankwiseQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.layout = Layout.read(quantization_config.to_dict())
         self.shapes: dict[str, torch.Size] = {}
+        self.copied: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -61,8 +65,13 @@ class RankwiseQuantizer(HfQuantizer):
     def update_tp_plan(self, config: Any) -> Any:
         return self.update_attn_implementation(config)
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        layout = self.layout.fitted(model)
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        self.layout = self.layout.fitted(model)
+        layout = self.layout
+        if is_foreign(model) and checkpoint_files:
+            layout = layout.extended(model, _tensors_in(checkpoint_files))
         # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
         with torch.device("cpu"):
             instead = replacements(layout.layers, model)
@@ -70,9 +79,13 @@ class RankwiseQuantizer(HfQuantizer):
             if id(module) in instead:
                 become(module, instead[id(module)])
         model.all_tied_weights_keys = layout.ties(model)
+        self.copied = layout.copied
+        model._keys_to_ignore_on_load_missing = [
+            *(model._keys_to_ignore_on_load_missing or ()),
+            *map(re.escape, layout.copied),
+        ]
         _spare(model, set(layout.layers))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self.layout = layout
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         # transformers leaves shapes to the quantizer
@@ -85,6 +98,8 @@ class RankwiseQuantizer(HfQuantizer):
                 )
         for name in self.layout.layers:
             _check_layer(model, name)
+        for name, source in self.copied.items():
+            model.get_buffer(name).copy_(model.get_buffer(source))
         answer(model)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         for module in model.modules():
@@ -99,6 +114,15 @@ class RankwiseQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def _tensors_in(files: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for path in files:
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, framework="pt") as file:
+                names += file.keys()
+    return names
 
 
 def _spare(model: PreTrainedModel, changed: set[str]) -> None:
