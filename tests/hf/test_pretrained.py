@@ -389,7 +389,48 @@ def test_a_class_that_has_none_of_the_layers_is_refused(folder: Path) -> None:
 
 
 def test_a_head_whose_labels_do_not_match_is_refused(folder: Path) -> None:
-    refused(folder, r"classifier.weight must be \[3, 16\].*, but was saved as \[2, 16\].*`num_labels`", num_labels=3)
+    what = r"classifier.weight must be \[3, 16\].*, but was saved as \[2, 16\].*`num_labels`"
+    refused(folder, rf"{what}.*or pass ignore_mismatched_sizes=True", num_labels=3)
+    refused(folder, what, num_labels=3, ignore_mismatched_sizes=False)
+
+
+@pytest.mark.parametrize("compact_head", [False, True])
+def test_a_head_for_other_labels_is_fresh_where_that_is_asked_for(compact_head: bool, tmp_path: Path) -> None:
+    """All else comes as it was saved; as in transformers, sizes may differ by `ignore_mismatched_sizes`."""
+    model: Any = build("bert")
+    # of rank one, which is all that is kept of it where it is in the plan
+    model.classifier.weight.data[1] = -model.classifier.weight.data[0]
+    plan = rw.find_plan(model, include=r".*dense|classifier" if compact_head else r".*dense")
+    small: Any = rw.compress(model, rw.Budget(removed=0.5, of="prunable"), plan=plan)
+    assert isinstance(small.classifier, nn.Sequential) == compact_head
+    small.save_pretrained(tmp_path / "two")
+    refused(tmp_path / "two", "classifier.* must be .*5.*, but was saved as .*2.*=True for fresh values", num_labels=5)
+    other: Any = hf.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "two", num_labels=5, ignore_mismatched_sizes=True
+    )
+    want, got = small.bert.state_dict(), other.bert.state_dict()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    # as BERT begins: small numbers around nothing, and a bias of nothing
+    assert other.classifier.weight.shape == (5, 16)
+    assert 0 < other.classifier.weight.abs().max() < 10 * other.config.initializer_range
+    assert torch.equal(other.classifier.bias, torch.zeros(5))
+    assert "classifier" in {item.name for item in rw.find_plan(other).left_out}
+    other.save_pretrained(tmp_path / "five")
+    assert_same(load(tmp_path / "five", type(other)), other)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_another_vocabulary_is_fresh_and_tied_where_that_is_asked_for(embeddings: bool, tmp_path: Path) -> None:
+    model: Any = build("gpt2")
+    plan = rw.find_plan(model, include=r".*" if embeddings else r".*\.c_(attn|fc|proj)")
+    small: Any = rw.compress(model, rw.Budget(removed=0.2), plan=plan)
+    small.save_pretrained(tmp_path)
+    other: Any = type(small).from_pretrained(tmp_path, vocab_size=WORDS + 7, ignore_mismatched_sizes=True)
+    assert other.lm_head.weight is other.transformer.wte.weight
+    assert other.lm_head.weight.shape == (WORDS + 7, 16)
+    assert other.lm_head.weight.isfinite().all()
+    assert torch.equal(other.transformer.h[0].mlp.c_fc[0].weight, small.transformer.h[0].mlp.c_fc[0].weight)
 
 
 def test_a_missing_factor_is_refused(folder: Path) -> None:

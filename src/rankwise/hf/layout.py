@@ -24,6 +24,7 @@ from rankwise.deploy.structure import (
     from_json,
     layer_of,
     layers_of,
+    role_of,
     to_json,
 )
 from rankwise.errors import CheckpointError
@@ -39,6 +40,11 @@ REMEDY = (
     "before `from_pretrained`"
 )
 """What people read who load a folder without the package."""
+OTHER_SIZES = (
+    "Load it with the settings it was saved with (such as `num_labels`), or pass ignore_mismatched_sizes=True for "
+    "fresh values."
+)
+"""What to do about a configuration that asks for other sizes."""
 
 
 def is_gated(model: nn.Module) -> bool:
@@ -132,6 +138,20 @@ class Layout:
                 f"it was saved by {saved_by}. Use its class, or `Auto...`."
             )
         return Layout(self.gated, layers, self.tied)
+
+    def sized(self, model: PreTrainedModel, *, ignore: bool) -> Layout:
+        """Refuses layers that have other sizes in `model`, or leaves them out."""
+        layers = dict(self.layers)
+        for name, module in model.named_modules(remove_duplicate=False):
+            if name not in layers or role_of(module) == layers[name].role:
+                continue
+            if not ignore:
+                raise CheckpointError(
+                    f"{name} must be {role_of(module) or type(module).__name__} as the configuration says, but was "
+                    f"saved as {layers[name].role}. {OTHER_SIZES}"
+                )
+            del layers[name]
+        return dataclasses.replace(self, layers=layers)
 
     def extended(self, model: PreTrainedModel, held: Iterable[str]) -> Layout:
         """With what a model of another class ties to the layers that were saved: an output layer to the table of words.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -21,6 +20,7 @@ from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
 from rankwise.hf.layout import METHOD, Layout, is_foreign
 from rankwise.hf.manners import adopt
+from rankwise.hf.mismatch import IGNORED, settle
 from rankwise.modules import PivotLinear, SelectedLinear
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ class RankwiseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
-        self.layout = self.layout.fitted(model)
-        layout = self.layout
-        if is_foreign(model) and checkpoint_files:
+        self.layout = layout = self.layout.fitted(model).sized(model, ignore=IGNORED.get())
+        if (is_foreign(model) or IGNORED.get()) and checkpoint_files:
             layout = layout.extended(model, _tensors_in(checkpoint_files))
         # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
         with torch.device("cpu"):
@@ -88,14 +87,7 @@ class RankwiseQuantizer(HfQuantizer):
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        # transformers leaves shapes to the quantizer
-        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        for name, tensor in state.items():
-            if tensor.shape != self.shapes[name]:
-                raise CheckpointError(
-                    f"{name} must be {list(self.shapes[name])} as the configuration says, but was saved as "
-                    f"{list(tensor.shape)}. Load it with the settings it was saved with (such as `num_labels`)."
-                )
+        settle(model, self.shapes)
         for name in self.layout.layers:
             _check_layer(model, name)
         for name, source in self.copied.items():

@@ -15,6 +15,7 @@ from transformers.quantizers.auto import (
 from rankwise.adapters.families import ON_CHANGE
 from rankwise.hf.layout import METHOD
 from rankwise.hf.manners import adopt, teach
+from rankwise.hf.mismatch import remember_flag
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 
 
@@ -24,4 +25,5 @@ def register() -> None:
         register_quantization_config(METHOD)(RankwiseConfig)
         register_quantizer(METHOD)(RankwiseQuantizer)
         teach(PreTrainedModel)
+        remember_flag(PreTrainedModel)
         ON_CHANGE.append(adopt)
