@@ -124,3 +124,23 @@ def test_a_matrix_that_others_read_too_is_left_alone() -> None:
     x = torch.randn(2, 4, 8)
     with torch.no_grad():
         torch.testing.assert_close(made.program.module()({"x": x})[0], model(x))
+
+
+class Changing(Attention):
+    """q and k read a tensor, v the same tensor changed in place through a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        weights = torch.softmax(self.q(x) @ self.k(x).mT, -1)
+        x[:, 0] = 0
+        return self.out(weights @ self.v(x))
+
+
+def test_a_tensor_that_changed_in_place_is_another_one() -> None:
+    model = Changing(dense(True))
+    made = captured(model)
+    # q and k in one; v and out
+    assert num_products(made) == 3
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(made.program.module()({"x": x})[0], model(x))

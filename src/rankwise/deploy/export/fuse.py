@@ -23,20 +23,27 @@ Node = Any
 
 
 def fuse(program: Program) -> None:
-    """Fuse, in place, all linear layers of a program that read the same tensor."""
+    """Fuse, in place, all linear layers of a program that read the same tensor, unchanged between them."""
     parameters = program.graph_signature.inputs_to_parameters
-    readers: dict[Node, list[Node]] = {}
+    readers: dict[tuple[Node, int], list[Node]] = {}
+    num_changes = 0
     for node in program.graph.nodes:
+        num_changes += _changes_in_place(node)
         if node.target is LINEAR and all(
             str(each) in parameters and len(each.users) == 1 for each in node.args[1:] if each is not None
         ):
-            readers.setdefault(node.args[0], []).append(node)
+            # what is changed in place may be the tensor, by another name
+            readers.setdefault((node.args[0], num_changes), []).append(node)
     groups = [group for group in readers.values() if len(group) > 1]
     for group in groups:
         _fuse(program, group)
     if groups:
         program.graph_module.recompile()
         program.validate()  # type: ignore[no-untyped-call]
+
+
+def _changes_in_place(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _fuse(program: Program, group: Sequence[Node]) -> None:
