@@ -98,6 +98,44 @@ def test_a_state_goes_in_and_comes_out(format: str, build: Any, tmp_path: Path) 
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_size_of_one_is_fixed_and_the_others_are_open(format: str, tmp_path: Path) -> None:
+    model = sru()
+    made = engine(format).export(model, example_inputs(model, 2, 1), tmp_path / "out")
+    assert made.shapes == {"tokens_BT": ["n0", 1], "state_LBD": [2, "n0", 12]}
+    run = engine(format).load(tmp_path / "out")
+    for size in (1, 3):
+        inputs = {"tokens_BT": torch.randint(0, 20, (size, 1)), "state_LBD": torch.randn(2, size, 12)}
+        for found, expected in zip(run(**inputs).values(), outputs(model, inputs), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # every engine has an error of its own
+    with pytest.raises(Exception, match=r"."):
+        run(tokens_BT=torch.randint(0, 20, (2, 4)), state_LBD=torch.randn(2, 2, 12))
+
+
+def test_a_batch_that_cannot_be_one_is_compared_with_a_larger_one(tmp_path: Path) -> None:
+    model = transformer_xl()
+    made = engine("pt2").export(model, example_inputs(model, 2, 4), tmp_path / "out")
+    assert made.shapes["tokens_BT"] == ["n0", "n1"]
+    for dimension in (0, 1):
+        assert len({case["tokens_BT"][dimension] for case in made.checked}) > 1
+
+
+class InPairs(nn.Module):
+    """Adds a text to the next one, so that their number must be even."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, x.shape[1]).sum(1)
+
+
+@pytest.mark.parametrize("num_texts, said", [(2, 2), (4, "n0")])
+def test_a_size_is_called_open_only_if_another_was_compared(num_texts: int, said: Any, tmp_path: Path) -> None:
+    made = engine("pt2").export(InPairs(), {"x": torch.randn(num_texts, 6)}, tmp_path / "out")
+    assert made.shapes["x"][0] == said
+    assert len({case["x"][0] for case in made.checked}) == (1 if said == 2 else 2)
+    assert len({case["x"][1] for case in made.checked}) > 1
+
+
 def rank_zero() -> nn.Module:
     table = nn.Sequential(
         embedding(nn.Parameter(torch.empty(20, 0)), None), linear(nn.Parameter(torch.empty(6, 0)), None)

@@ -44,7 +44,7 @@ class Exported:
     checked: list[dict[str, list[int]]]
     """Shapes of the inputs that were compared."""
     shapes: dict[str, list[int | str]]
-    """Of inputs: a number where the size is fixed, else a letter that stands for any."""
+    """Of inputs: a letter where another size was compared too, and any may be given; else the size of the example."""
     outputs: list[str]
 
 
@@ -82,7 +82,7 @@ def write_checked(
             bytes=sum(file.stat().st_size for file in files),
             difference=difference,
             checked=[{name: list(tensor.shape) for name, tensor in case.items()} for case in compared],
-            shapes=captured.shapes,
+            shapes=_varied(captured, compared),
             outputs=captured.outputs,
         )
         write_json(unfinished / SUMMARY, {**asdict(made), "folder": target.name, "rankwise": VERSION})
@@ -104,24 +104,31 @@ def _wrote(write: Callable[[Path], None], folder: Path, format: str) -> None:
 
 
 def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:
-    """The example, and a part of it in which every open size is another: a batch of one where the program allows it."""
+    """The example, and what is made of it so that every open size is another once, where the program holds for it."""
     yield captured.inputs
-    if not captured.ranges:
-        return
     sizes = {
         letter: tensor.shape[i]
         for name, tensor in captured.inputs.items()
         for i, letter in enumerate(captured.shapes[name])
         if isinstance(letter, str)
     }
-    batch = next(iter(sizes))
+    same = set(sizes)
+    for others in _other_sizes(sizes, captured.ranges):
+        changed = {letter for letter in same if others[letter] != sizes[letter]}
+        chosen = {letter: others[letter] if letter in changed else size for letter, size in sizes.items()}
+        inputs = {name: _resized(tensor, captured.shapes[name], chosen) for name, tensor in captured.inputs.items()}
+        if changed and _accepts(captured, inputs):
+            same -= changed
+            yield inputs
+
+
+def _other_sizes(sizes: dict[str, int], ranges: dict[str, tuple[int, int | None]]) -> Iterator[dict[str, int]]:
+    """Half of everything, of the batch one, or two for programs that do not hold for one; or one more of everything."""
+    batch = next(iter(sizes.values()), 0)
     for one in (1, 2):
-        smaller = {letter: one if size == sizes[batch] else math.ceil(size / 2) for letter, size in sizes.items()}
-        smaller = {letter: max(size, captured.ranges[letter][0]) for letter, size in smaller.items()}
-        part = {name: _part(tensor, captured.shapes[name], smaller) for name, tensor in captured.inputs.items()}
-        if _accepts(captured, part):
-            yield part
-            return
+        smaller = {letter: one if size == batch else math.ceil(size / 2) for letter, size in sizes.items()}
+        yield {letter: max(size, ranges[letter][0]) for letter, size in smaller.items()}
+    yield {letter: min(size + 1, ranges[letter][1] or size + 1) for letter, size in sizes.items()}
 
 
 def _accepts(captured: Captured, inputs: dict[str, Tensor]) -> bool:
@@ -129,17 +136,28 @@ def _accepts(captured: Captured, inputs: dict[str, Tensor]) -> bool:
     try:
         with torch.no_grad(), quiet():
             captured.program.module()(inputs)
-    except (AssertionError, RuntimeError):
+    except (AssertionError, IndexError, RuntimeError):
         return False
     return True
 
 
-def _part(tensor: Tensor, shape: list[int | str], sizes: dict[str, int]) -> Tensor:
+def _resized(tensor: Tensor, shape: list[int | str], sizes: dict[str, int]) -> Tensor:
+    """A part of a tensor, or the tensor with its beginning once more."""
     for i, size in enumerate(shape):
-        # a size that follows from others is left to them
-        if isinstance(size, str) and size in sizes:
-            tensor = tensor.narrow(i, 0, sizes[size])
+        if isinstance(size, str):
+            tensor = tensor.index_select(i, torch.arange(sizes[size]) % tensor.shape[i])
     return tensor.contiguous()
+
+
+def _varied(captured: Captured, compared: list[dict[str, Tensor]]) -> dict[str, list[int | str]]:
+    """Shapes of inputs: open is only what was another size in what was compared."""
+    return {
+        name: [
+            size if any(case[name].shape[i] != captured.inputs[name].shape[i] for case in compared) else int(fixed)
+            for i, (size, fixed) in enumerate(zip(shape, captured.inputs[name].shape, strict=True))
+        ]
+        for name, shape in captured.shapes.items()
+    }
 
 
 def reference_outputs(captured: Captured, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -63,6 +63,9 @@ def _convert(openvino: Any, captured: Captured) -> Any:
     with quiet():
         try:
             made = openvino.convert_model(captured.program)
+            for port, shape in zip(made.inputs, captured.shapes.values(), strict=True):
+                port.node.set_partial_shape(openvino.PartialShape([-1 if isinstance(n, str) else n for n in shape]))
+            made.validate_nodes_and_infer_types()
         except Exception as error:
             raise CheckpointError(
                 f"The model must be one that OpenVINO can say, but its converter says: {first_line(error)}"

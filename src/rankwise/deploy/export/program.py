@@ -104,7 +104,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     inputs = flatten(example_inputs)
     flat = Flat(plain(model), example_inputs)
     reference = Flat(model, example_inputs)
-    shapes = {name: dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for name, tensor in inputs.items()}
+    shapes = {name: [_open_or_fixed(size) for size in tensor.shape] for name, tensor in inputs.items()}
     with quiet(), torch.no_grad(), evaluating(model):
         outputs = list(reference.named(inputs))
         try:
@@ -116,6 +116,11 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
             ) from error
         fuse(program)
     return Captured(program, reference, inputs, outputs, *_open_sizes(program, inputs))
+
+
+def _open_or_fixed(size: int) -> Any:
+    """A graph captured with a size of 1 may hold for no other, where engines repeat what has that size."""
+    return torch.export.Dim.STATIC if size == 1 else torch.export.Dim.AUTO
 
 
 def _open_sizes(
