@@ -136,6 +136,46 @@ def test_a_size_is_called_open_only_if_another_was_compared(num_texts: int, said
     assert len({case["x"][1] for case in made.checked}) > 1
 
 
+class Stateful(nn.Module):
+    """Its arguments have names that begin with the name of a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor], state_mask: Tensor | float = 1.0, state_2: Tensor | float = 0.0
+    ) -> Tensor:
+        return self.layer(x) * state_mask + state[0] - 2 * state[1] + 3 * state_2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_input_named_like_a_part_of_a_tuple_is_an_input(format: str, tmp_path: Path) -> None:
+    def inputs(size: int) -> dict[str, Any]:
+        x, first, second, mask, third = torch.randn(5, size, 8)
+        return {"x": x, "state": (first, second), "state_mask": mask, "state_2": third}
+
+    model = Stateful()
+    made = engine(format).export(model, inputs(3), tmp_path / "out")
+    assert list(made.shapes) == ["x", "state_0", "state_1", "state_mask", "state_2"]
+    given = inputs(5)
+    (expected,) = outputs(model, given)
+    torch.testing.assert_close(engine(format).load(tmp_path / "out")(**given)["output"], expected)
+
+
+def test_two_inputs_or_outputs_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"state": (x, x), "state_1": x}
+
+    x = torch.randn(3, 8)
+    with pytest.raises(rw.CheckpointError, match="Inputs must differ in their flat names, but two are called state_0"):
+        engine("pt2").export(Stateful(), {"x": x, "state": (x, x), "state_0": x}, tmp_path / "out")
+    with pytest.raises(rw.CheckpointError, match="Outputs must differ in their flat names, but two are called state_1"):
+        engine("pt2").export(Twice(), {"x": x}, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def rank_zero() -> nn.Module:
     table = nn.Sequential(
         embedding(nn.Parameter(torch.empty(20, 0)), None), linear(nn.Parameter(torch.empty(6, 0)), None)

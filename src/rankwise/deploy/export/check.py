@@ -64,7 +64,7 @@ def write_checked(
     if target.exists():
         raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
     compared = list(cases(captured))
-    expected = [reference_outputs(captured, case) for case in compared]
+    expected = [captured.expected, *(reference_outputs(captured, case) for case in compared[1:])]
     with whole_folder(target) as unfinished:
         _wrote(write, unfinished, format)
         files = sorted(unfinished.iterdir())

@@ -43,11 +43,17 @@ class Captured:
     """The model itself, with flat inputs and outputs."""
     inputs: dict[str, Tensor]
     """The example."""
-    outputs: list[str]
+    expected: dict[str, Tensor]
+    """What the model gives for the example as the user wrote it."""
     shapes: dict[str, list[int | str]]
     """Of each input: a number where the size is fixed, else a letter that stands for it."""
     ranges: dict[str, tuple[int, int | None]]
     """The least and the largest size that each letter may stand for."""
+
+    @property
+    def outputs(self) -> list[str]:
+        """Their names."""
+        return list(self.expected)
 
 
 class Flat(nn.Module):
@@ -59,34 +65,41 @@ class Flat(nn.Module):
         self.lengths = {name: len(value) for name, value in example.items() if not isinstance(value, Tensor)}
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.named(inputs).values())
-
-    def named(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs by name."""
-        given: dict[str, Any] = {name: value for name, value in inputs.items() if not self._is_part(name)}
+        given: dict[str, Any] = dict(inputs)
         for name, length in self.lengths.items():
-            given[name] = tuple(inputs[f"{name}_{i}"] for i in range(length))
-        return dict(_named(self.model, self.model(**given)))
-
-    def _is_part(self, name: str) -> bool:
-        whole, _, _ = name.rpartition("_")
-        return whole in self.lengths
+            given[name] = tuple(given.pop(f"{name}_{i}") for i in range(length))
+        return tuple(named_outputs(self.model, self.model(**given)).values())
 
 
 def flatten(inputs: Inputs) -> dict[str, Tensor]:
     """Inputs by name, tuples taken apart."""
-    flat: dict[str, Tensor] = {}
+    return _once(_flattened(inputs), "Inputs")
+
+
+def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     for name, value in inputs.items():
         if isinstance(value, Tensor):
-            flat[name] = value
+            yield name, value
         elif isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
-            flat.update({f"{name}_{i}": part for i, part in enumerate(value)})
+            yield from ((f"{name}_{i}", part) for i, part in enumerate(value))
         else:
             raise TypeError(
                 f"`example_inputs` must hold tensors, or tuples of them, by name, but {name!r} is "
                 f"{type(value).__name__} instead. Example: {{'input_ids': tokens}}."
             )
-    return flat
+
+
+def _once(tensors: Iterator[tuple[str, Tensor]], kind: str) -> dict[str, Tensor]:
+    """Tensors by name; refuses a name that two of them have."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise CheckpointError(
+                f"{kind} must differ in their flat names, but two are called {name}: a part of a tuple, and another. "
+                "Rename one of them."
+            )
+        found[name] = tensor
+    return found
 
 
 def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
@@ -106,7 +119,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     reference = Flat(model, example_inputs)
     shapes = {name: [_open_or_fixed(size) for size in tensor.shape] for name, tensor in inputs.items()}
     with quiet(), torch.no_grad(), evaluating(model):
-        outputs = list(reference.named(inputs))
+        expected = named_outputs(model, model(**example_inputs))
         try:
             with _sizes_of_one():
                 program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
@@ -115,7 +128,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
                 f"The model must be one that `torch.export` can capture, but it says: {first_line(error)}"
             ) from error
         fuse(program)
-    return Captured(program, reference, inputs, outputs, *_open_sizes(program, inputs))
+    return Captured(program, reference, inputs, expected, *_open_sizes(program, inputs))
 
 
 def _open_or_fixed(size: int) -> Any:
@@ -155,6 +168,11 @@ def _sizes_of_one() -> Iterator[None]:
             yield
     else:
         yield
+
+
+def named_outputs(model: nn.Module, outputs: Any) -> dict[str, Tensor]:
+    """What a model gave, by name, tuples taken apart."""
+    return _once(_named(model, outputs), "Outputs")
 
 
 def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
