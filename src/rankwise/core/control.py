@@ -172,7 +172,7 @@ class Controller(State, ABC):
         is_overwritten = self.steps._version != self._version
         if is_overwritten and (evaluation or not (dist.is_available() and dist.is_initialized())):
             self.outdate()
-        if self._standing if evaluation else self._drawn:
+        if self.is_ready(evaluation=evaluation):
             return
         # outside inference mode, whose tensors a later backward pass could not use
         with torch.inference_mode(False), torch.no_grad():
@@ -182,6 +182,21 @@ class Controller(State, ABC):
             else:
                 self._drawn = True
                 self.draw()
+
+    # the mark of `torch.compiler.assume_constant_result`, which would import the compiler: called when a model is
+    # traced, and no part of its graph
+    make_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def is_ready(self, *, evaluation: bool) -> bool:
+        """Whether the masks stand that are about to be used."""
+        return self._standing if evaluation else self._drawn
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module; masks of the mode are made at once, so that a compiled model finds them."""
+        super().train(mode)
+        if not self.steps.is_meta:
+            self.make_ready(evaluation=not mode)
+        return self
 
     def outdate(self) -> None:
         """Forget every mask: the state they were made from was loaded or moved."""

@@ -133,11 +133,18 @@ class Gate(State):
 
     def forward(self) -> Mask:
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
+        compiled = torch.compiler.is_compiling()
         for controller in self._controller:
             controller.make_ready(evaluation=not self.training)
+            # a compiled model does not make masks; where they do not stand it is traced anew, which does
+            if compiled and not controller.is_ready(evaluation=not self.training):
+                raise RuntimeError("masks must be ready before they are used.")
+        mask = Mask(None if self.binary else self.z, self.active)
         if not self.training and self.standing is not None:
-            return self.standing
-        return Mask(None if self.binary else self.z, self.active)
+            mask = self.standing
+        # while a gate learns, its ranks change, and each would be another graph
+        learns = self.z is not None and self.z.requires_grad
+        return Mask(mask.z) if compiled and learns else mask
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
