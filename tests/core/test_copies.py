@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -69,3 +70,37 @@ def test_modules_given_instead_get_the_hooks_and_a_method_is_that_of_the_copy() 
     assert copy.layer is other
     copy(torch.ones(1, 2))
     assert (model.calls, copy.calls) == (0, 1)
+
+
+def mixed(module: nn.Module) -> None:
+    """As Accelerate prepares a model for training in bf16."""
+    module._original_forward = module.forward  # type: ignore[assignment]
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    module.forward = MethodType(autocast(module.forward.__func__), module)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_mixed_precision_of_training_stays_with_the_model(runs: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    x = torch.randn(2, 3)
+    y = model(x)
+    for _ in range(runs):
+        mixed(model)
+        mixed(model[1])
+    assert torch.equal(copied(model)(x), y)
+    assert model(x).dtype == torch.bfloat16
+
+
+def test_a_forward_of_ones_own_is_copied_without_mixed_precision() -> None:
+    def twice(self: nn.Linear, x: Tensor) -> Tensor:
+        return 2 * nn.Linear.forward(self, x)
+
+    model = nn.Linear(3, 3)
+    model.forward = MethodType(twice, model)  # type: ignore[method-assign]
+    x = torch.randn(2, 3)
+    y = model(x)
+    mixed(model)
+    copy = copied(model)
+    assert torch.equal(copy(x), y)
+    nn.init.zeros_(model.weight)
+    assert torch.equal(copy(x), y)

@@ -122,6 +122,17 @@ def test_a_resumed_run_ends_with_the_same_weights(
     assert_equal_states(resumed.compact(), whole.compact())
 
 
+def test_after_a_run_in_mixed_precision_the_compact_model_computes_as_it_is_saved(tmp_path: Path) -> None:
+    pruner = gated("llama")
+    for _ in range(2):
+        trainer(pruner, tmp_path, bf16=True).train()
+    small = pruner.compact().eval()
+    small.save_pretrained(tmp_path / "small")
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "small").eval()
+    inputs = batch(small)
+    assert torch.equal(logits(small, **inputs), logits(loaded, **inputs))
+
+
 def test_accumulated_gradients_make_one_step(tmp_path: Path) -> None:
     one, many = gated("llama"), gated("llama")
     common = {"train_sampling_strategy": "sequential", "max_steps": 2}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ def copied(
     """A copy of `model`.
 
     Tensors that modules have computed and kept, such as old-style weight norm's or a recurrent state, are copied
-    without what they were computed from: as they are, torch does not copy them.
+    without what they were computed from: as they are, torch does not copy them. What Accelerate has put around a
+    module's forward for training in mixed precision stays with the model.
 
     Args:
         memo: what counts as copied already, by the id of the original, as in `copy.deepcopy`.
@@ -28,7 +31,27 @@ def copied(
     known: dict[int, object] = {**made, **(memo or {}), **given}
     for own, other in (instead or {}).items():
         vars(other).update(copy.deepcopy(hooks(own), known))
-    return copy.deepcopy(model, known)
+    made_copy = copy.deepcopy(model, known)
+    for module in made_copy.modules():
+        _unwrap_forward(module)
+    return made_copy
+
+
+def _unwrap_forward(module: nn.Module) -> None:
+    """Give back the forward that Accelerate keeps as `_original_forward`; a second run keeps one that it wrapped."""
+    original = vars(module).pop("_original_forward", None)
+    if original is None:
+        return
+    own = inspect.unwrap(getattr(original, "__func__", original), stop=lambda function: not _is_of_amp(function))
+    vars(module).pop("forward", None)
+    if own is not type(module).forward:
+        vars(module)["forward"] = MethodType(own, module) if isinstance(original, MethodType) else own
+
+
+def _is_of_amp(function: Callable[..., object]) -> bool:
+    """Whether a function was written by Accelerate or torch.amp, whatever it wraps."""
+    home = str(getattr(function, "__globals__", {}).get("__name__"))
+    return home.startswith(("accelerate.", "torch.amp."))
 
 
 def _computed(value: object, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
