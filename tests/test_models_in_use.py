@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from models import Spec, batch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 import rankwise as rw
@@ -92,6 +95,37 @@ def test_an_average_of_the_latest_weights_computes_what_the_model_computes() -> 
         average.eval()
         torch.testing.assert_close(average(x), model(x), rtol=0, atol=0)
         model.train()
+
+
+class Tied(nn.Module):
+    """A table of words that reads twice and answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Embedding(30, 16), nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.second.weight = self.head.weight = self.first.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.first(tokens) + self.second(tokens.flip(0)))
+        return logits
+
+
+@pytest.mark.parametrize("layout", ["pair", "pivot"])
+def test_a_tied_compact_model_can_be_called_with_other_weights(layout: Literal["pair", "pivot"]) -> None:
+    small, tokens = rw.compress(Tied(), rw.Budget(removed=0.35), layout=layout), torch.arange(30)
+    expected = small(tokens)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in small.named_parameters()}
+    assert not functional_call(small, zeros, (tokens,)).any()
+    assert torch.equal(small(tokens), expected)
+
+
+def test_a_tied_model_of_low_rank_can_be_called_with_other_weights() -> None:
+    spec = Spec(back="low-rank")
+    model, tokens = spec.build(), batch(spec)
+    expected = model(tokens)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    assert not functional_call(model, zeros, (tokens,)).any()
+    assert torch.equal(model(tokens), expected)
 
 
 def test_a_model_that_is_wrapped_already_is_refused() -> None:

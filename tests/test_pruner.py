@@ -221,7 +221,8 @@ def test_shared_and_tied_layers_stay_so() -> None:
     _, pruner = pruned(spec, "flop-l0", rw.Budget(removed=0.5))
     small = pruner.compact()
     assert small.body[0] is small.body[2]
-    assert small.head.embedding is small.front[0]
+    assert small.head.embedding.weight is small.front[0].weight
+    assert small.head.projection.weight is small.front[1].weight
 
 
 def test_frozen_weights_stay_frozen() -> None:

@@ -7,7 +7,7 @@ Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, N = words, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -71,15 +71,16 @@ class LowRankHead(nn.Module):
     """Output layer tied to a low-rank embedding: logits = (h projection) embedding^T + bias.
 
     `embedding` (N x K) and `projection` (K -> D) have the very weights of the input side, so that they
-    are stored and counted once.
+    are stored and counted once. They are modules of its own, because torch exchanges shared weights for others and back
+    (`torch.func.functional_call`), but not those of shared modules.
     """
 
     def __init__(
         self, embedding: nn.Embedding, projection: nn.Linear | PivotLinear, bias: nn.Parameter | None = None
     ) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.projection = projection
+        self.embedding = around(embedding)
+        self.projection = around(projection)
         self.bias = bias
 
     @property
@@ -145,6 +146,23 @@ def embedding(weight_ND: nn.Parameter, padding_idx: int | None) -> nn.Embedding:
     module = nn.Embedding(num_words, width, padding_idx, _weight=weight_ND.detach())
     module.weight = weight_ND
     return module
+
+
+@overload
+def around(layer: nn.Embedding) -> nn.Embedding: ...
+
+
+@overload
+def around(layer: nn.Linear | PivotLinear) -> nn.Linear | PivotLinear: ...
+
+
+def around(layer: nn.Embedding | nn.Linear | PivotLinear) -> nn.Module:
+    """A layer of its own around the parameters of another."""
+    if isinstance(layer, PivotLinear):
+        return PivotLinear(layer.coefficients, layer.places.clone(), layer.bias)
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    return embedding(weight, layer.padding_idx) if isinstance(layer, nn.Embedding) else linear(weight, layer.bias)
 
 
 def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> nn.Sequential:

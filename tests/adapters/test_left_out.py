@@ -156,6 +156,12 @@ def test_a_layer_tied_to_an_excluded_one_is_left_out_too() -> None:
     assert reasons(plan) == {"head": "in `exclude`", "front": "tied to head, which is left out: in `exclude`"}
 
 
+def test_a_pair_tied_to_an_excluded_head_is_left_out_too() -> None:
+    plan = find_plan(Spec(back="low-rank", parts=()).build(), exclude=["head"])
+    why = "tied to head.embedding, which is left out: in `exclude`"
+    assert reasons(plan) == {"head": "in `exclude`", "front": why}
+
+
 def test_a_conv1d_tied_to_an_embedding_is_left_out() -> None:
     front, head = nn.Embedding(5, 5), Conv1D(5, 5)
     head.weight = front.weight

@@ -122,16 +122,19 @@ def _parts(model: nn.Module) -> set[int]:
     """Modules that belong to a larger one: the two layers of a pair, what makes a parametrized weight."""
     parents: dict[int, set[int]] = defaultdict(set)
     for module in model.modules():
-        if not isinstance(module, LowRankHead):
-            for child in module.children():
-                parents[id(child)].add(id(module))
+        for child in module.children():
+            parents[id(child)].add(id(module))
     parts: set[int] = set()
     called = only_called(model)
+    heads = {matrix_key(module, "low-rank-head") for module in model.modules() if isinstance(module, LowRankHead)}
     for module in model.modules():
         inside = [id(each) for each in module.modules() if each is not module]
-        whole = isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
+        kind = kind_of(module)
+        # a head that multiplies by the product says that a pair is one
+        tied = kind == "embedding-pair" and matrix_key(module, kind) in heads
+        whole = tied or isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
         # code between its layers, or one that is also used outside, makes a pair two layers like any others
-        pair = kind_of(module) in WHOLES and id(module) in called
+        pair = kind in WHOLES and id(module) in called
         if whole or (pair and all(len(parents[part]) == 1 for part in inside)):
             parts.update(inside)
     return parts
@@ -162,7 +165,8 @@ def _sites(model: nn.Module, uses: list[Use], refused: dict[str, str]) -> tuple[
         others = sorted(names[owner] for parameter in key for owner in owners[parameter] - inside)
         kinds = {use.kind for use in group}
         if others:
-            why = refused.get(others[0], "it uses the weight in a way of its own")
+            whole = others[0].rpartition(".")[0]
+            why = refused.get(others[0]) or refused.get(whole, "it uses the weight in a way of its own")
             unsafe |= {use.name: f"tied to {others[0] or '(model)'}, which is left out: {why}" for use in group}
         elif kinds == {"low-rank-head"}:
             unsafe |= {use.name: "its embedding is not part of a pair in the model" for use in group}
@@ -186,10 +190,15 @@ def split_pairs(plan: Plan) -> Plan:
         if site.pair_rank is None:
             sites.append(site)
             continue
-        (rows, columns), rank, prefix = site.shape, site.pair_rank, f"{site.name}." if site.name else ""
-        if site.has_embedding:
-            first, second = Site((Use(prefix + "0", "embedding"),), (rows, rank)), (columns, rank)
-        else:
-            first, second = Site((Use(prefix + "0", "linear"),), (rank, columns)), (rows, rank)
-        sites += [first, Site((Use(prefix + "1", "linear"),), second)]
+        (rows, columns), rank = site.shape, site.pair_rank
+        shapes = ((rows, rank), (columns, rank)) if site.has_embedding else ((rank, columns), (rows, rank))
+        halves = zip(*(_halves(use) for use in site.uses), strict=True)
+        sites += [Site(uses, shape) for uses, shape in zip(halves, shapes, strict=True)]
     return Plan(tuple(sites), (*plan.left_out, *left_out))
+
+
+def _halves(use: Use) -> tuple[Use, Use]:
+    """The two layers of a low-rank pair, as uses of their own."""
+    prefix = f"{use.name}." if use.name else ""
+    first, second = ("embedding", "projection") if use.kind == "low-rank-head" else ("0", "1")
+    return Use(prefix + first, "linear" if use.kind == "linear-pair" else "embedding"), Use(prefix + second, "linear")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.pivot import choose_rows
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, around, embedding, joined, linear
 
 
 class Export(ABC):
@@ -63,7 +63,7 @@ class LowRankExport(Export):
             return self.table
         projection = self.table[1]
         assert isinstance(projection, nn.Linear)
-        return joined(embedding(self.p_OK, padding_idx), projection)
+        return joined(embedding(self.p_OK, padding_idx), around(projection))
 
 
 @dataclass

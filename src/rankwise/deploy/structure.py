@@ -227,9 +227,11 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     inside = {f"{whole}.{child}".lstrip(".") for whole in wholes for child in modules[whole]._modules}
     heads = {name for name, layer in layers.items() if isinstance(layer, Head)}
 
-    def outside(part: nn.Module) -> str | None:
-        names = (name for name, module in modules.items() if module is part)
-        return next((name for name in names if name.rpartition(".")[0] not in heads), None)
+    def outside(part: nn.Embedding | nn.Linear | PivotLinear) -> str | None:
+        if isinstance(part, PivotLinear):
+            return None
+        alike = (name for name, module in modules.items() if module._parameters.get("weight") is part.weight)
+        return next((name for name in alike if name.rpartition(".")[0] not in heads), None)
 
     for name in heads:
         head, layer = modules[name], layers[name]
