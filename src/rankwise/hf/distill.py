@@ -9,11 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from rankwise.errors import RankwiseError
+
+Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
+"""As transformers calls them in `config.problem_type`."""
+IGNORED = -100
+"""The label of a token that is not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +30,7 @@ class Distillation:
     labels: float = 0.5
     """Weight of the model's own loss on the labels."""
     logits: float = 1.0
-    """Weight of the difference of answers: KL divergence, or squared error of a regression."""
+    """Weight of the difference of answers: KL divergence, or squared error of a regression (`answer_difference`)."""
     hidden: float = 1.0
     """Weight of the squared error of all hidden states, relative to their size."""
     temperature: float = 2.0
@@ -43,43 +50,171 @@ class Distillation:
 def distillation_loss(
     teacher: nn.Module, config: Distillation | None = None
 ) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-    """The loss of a student on a batch with labels, for a model of transformers with a head for classification.
+    """The loss of a student on a batch, for a model of transformers that answers with `logits`.
 
-    The teacher is set to evaluation mode; keep it on the student's device. Copy it before its twin is gated.
+    Sequences or tokens are classified, words are predicted, numbers are estimated: the student's configuration says
+    which, as it does for its own loss. Without labels set their weight to 0. The teacher is set to evaluation mode;
+    keep it on the student's device. Copy it before its twin is gated.
     """
     settings = config or Distillation()
     teacher.eval().requires_grad_(False)
     states = bool(settings.hidden)
 
     def loss(student: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inner = _unwrapped(student)
+        # a decoder may get its inputs from the labels
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or _has_encoder(inner)}
         with torch.no_grad():
             wanted = teacher(**inputs, output_hidden_states=states)
         given = student(**batch, output_hidden_states=states)
-        value: Tensor = settings.labels * given.loss.float()
-        value = value + settings.logits * answer_difference(given.logits, wanted.logits, settings.temperature)
+        parts: list[Tensor] = []
+        if settings.labels:
+            parts.append(settings.labels * _own_loss(given))
+        if settings.logits:
+            x, y = _logits(given, wanted)
+            kind, mask = problem_of(inner, x, batch), answers_that_count(inner, x, batch)
+            parts.append(settings.logits * answer_difference(x, y, settings.temperature, kind, mask))
         if states:
-            mask = batch.get("attention_mask")
-            value = value + settings.hidden * hidden_difference(given.hidden_states, wanted.hidden_states, mask)
-        return value
+            sides = [hidden_difference(*side) for side in _sides(given, wanted, batch)]
+            parts.append(settings.hidden * torch.cat(sides).mean())
+        return torch.stack(parts).sum()
 
     return loss
 
 
-def answer_difference(given_BC: Tensor, wanted_BC: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(wanted / T) | softmax(given / T)); the mean squared error where there is one output."""
-    given_BC, wanted_BC = given_BC.float(), wanted_BC.float()
-    if given_BC.shape[1] == 1:
-        return F.mse_loss(given_BC, wanted_BC)
-    log_p, log_q = (torch.log_softmax(x / temperature, 1) for x in (wanted_BC, given_BC))
-    return temperature**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+def problem_of(student: nn.Module, given: Tensor, batch: dict[str, Tensor]) -> Problem:
+    """What is asked of a model, as transformers finds it."""
+    said: Problem | None = getattr(getattr(student, "config", None), "problem_type", None)
+    labels = batch.get("labels")
+    # a type that is said is one of whole sequences
+    if given.dim() == 2 and said is not None:
+        return said
+    if given.shape[-1] == 1:
+        return "regression"
+    if given.dim() == 2 and labels is not None and labels.is_floating_point():
+        return "multi_label_classification"
+    return "single_label_classification"
+
+
+def answers_that_count(student: nn.Module, given: Tensor, batch: dict[str, Tensor]) -> Tensor | None:
+    """Positions of (B, T) at which an answer is asked for: neither padding nor without a label; None for all.
+
+    The answer of a causal model at a position is about the token after it, and so is the label that counts.
+    """
+    if given.dim() == 2:
+        return None
+    masks: list[Tensor] = []
+    for name in ("decoder_attention_mask" if _has_encoder(student) else "attention_mask", "labels"):
+        tensor = batch.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != given.shape[:2]:
+            raise RankwiseError(
+                f"`{name}` must be {list(given.shape[:2])}, one for each answer, but is {list(tensor.shape)} instead. "
+                "Set Distillation(logits=0)."
+            )
+        kept = tensor != (IGNORED if name == "labels" else 0)
+        if name == "labels" and _is_causal(student):
+            kept = F.pad(kept[:, 1:], (0, 1))
+        masks.append(kept)
+    return torch.stack(masks).all(0) if masks else None
+
+
+def answer_difference(
+    given: Tensor, wanted: Tensor, temperature: float, kind: Problem, mask: Tensor | None = None
+) -> Tensor:
+    """The mean over answers, of shape (B, C) or (B, T, C), of what `kind` they are.
+
+    T^2 KL(softmax(wanted / T) | softmax(given / T)), the same of a sigmoid each for labels that do not exclude each
+    other, or the squared error; the last two as means over C.
+    """
+    given, wanted = given.float(), wanted.float()
+    if kind == "regression":
+        values = (given - wanted).square().mean(-1)
+    elif kind == "multi_label_classification":
+        p = torch.sigmoid(wanted / temperature)
+        given_loss, wanted_loss = (
+            F.binary_cross_entropy_with_logits(x / temperature, p, reduction="none") for x in (given, wanted)
+        )
+        values = temperature**2 * (given_loss - wanted_loss).mean(-1)
+    else:
+        log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (wanted, given))
+        values = temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    if mask is None:
+        return values.mean()
+    # not by index: a number of answers that is not known would make a GPU wait
+    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
 
 
 def hidden_difference(given: Any, wanted: Any, mask_BT: Tensor | None) -> Tensor:
-    """The mean over layers of |given - wanted|^2 / |wanted|^2, over tokens that are no padding."""
+    """|given - wanted|^2 / |wanted|^2 of each layer, over tokens that are no padding."""
     given_LBTD, wanted_LBTD = (torch.stack(tuple(states)).float() for states in (given, wanted))
     squares_LBT = (given_LBTD - wanted_LBTD).square().sum(-1)
     sizes_LBT = wanted_LBTD.square().sum(-1)
     if mask_BT is not None:
         squares_LBT, sizes_LBT = squares_LBT * mask_BT, sizes_LBT * mask_BT
-    return (squares_LBT.sum((1, 2)) / sizes_LBT.sum((1, 2))).mean()
+    return squares_LBT.sum((1, 2)) / sizes_LBT.sum((1, 2))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper such as DDP."""
+    while not hasattr(model, "config") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def _has_encoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether a model predicts the next token, and shifts its labels itself."""
+    can = getattr(model, "can_generate", None)
+    return can is not None and can() and not _has_encoder(model)
+
+
+def _own_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise RankwiseError("A batch must have `labels`, but has none. Add them, or set Distillation(labels=0).")
+    value: Tensor = loss.float()
+    return value
+
+
+def _logits(given: Any, wanted: Any) -> tuple[Tensor, Tensor]:
+    x, y = (getattr(output, "logits", None) for output in (given, wanted))
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dim() not in (2, 3) or x.shape != y.shape:
+        shapes = [list(z.shape) if isinstance(z, Tensor) else None for z in (x, y)]
+        raise RankwiseError(
+            "Student and teacher must answer with `logits` of one shape, (batch, classes) or (batch, tokens, classes), "
+            f"but those of {type(given).__name__} are {shapes[0]} and {shapes[1]}. Set Distillation(logits=0)."
+        )
+    return x, y
+
+
+def _sides(given: Any, wanted: Any, batch: dict[str, Tensor]) -> list[tuple[Any, Any, Tensor | None]]:
+    """Hidden states of the two models, and which tokens count; those of an encoder and a decoder are apart."""
+    masks = {"hidden_states": batch.get("attention_mask")}
+    if getattr(given, "hidden_states", None) is None:
+        masks = {"encoder_hidden_states": masks["hidden_states"], "decoder_hidden_states": _decoded(given, batch)}
+    found = []
+    for name, mask in masks.items():
+        a, b = getattr(given, name, None) or (), getattr(wanted, name, None) or ()
+        shape = a[0].shape if a else ()
+        alike = len(shape) == 3 and len(a) == len(b) and all(x.shape == shape for x in (*a, *b))
+        if not alike or (mask is not None and mask.shape != shape[:2]):
+            raise RankwiseError(
+                "Hidden states must be (batch, tokens, width), alike in all layers of student and teacher, but "
+                f"`{name}` of {type(given).__name__} are not. Set Distillation(hidden=0)."
+            )
+        found.append((a, b, mask))
+    return found
+
+
+def _decoded(output: Any, batch: dict[str, Tensor]) -> Tensor | None:
+    """Which tokens of a decoder count, where that is known."""
+    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    states = getattr(output, "decoder_hidden_states", None)
+    if mask is None and labels is not None and states and labels.shape == states[0].shape[:2]:
+        return labels != IGNORED
+    return mask
