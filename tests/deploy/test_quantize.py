@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +131,42 @@ def test_a_layer_whose_weight_is_read_elsewhere_stays_as_it_is() -> None:
 
 def test_code_that_asks_for_a_dtype_gets_that_of_the_activations() -> None:
     assert int8(nn.Linear(4, 4)).weight.dtype == torch.float32
+
+
+MAKERS = pytest.mark.parametrize("make", [int8, bfloat16])
+
+
+@MAKERS
+def test_a_model_that_was_called_can_be_copied_and_pickled(make: Callable[[nn.Module], nn.Module]) -> None:
+    small, x_NI = make(nn.Linear(8, 5)), torch.randn(3, 8)
+    want_NO = small(x_NI)
+    for again in (copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
+        assert torch.equal(again(x_NI), want_NO)
+
+
+@MAKERS
+def test_weights_that_are_loaded_after_a_call_are_used(make: Callable[[nn.Module], nn.Module]) -> None:
+    small, other, x_NI = make(nn.Linear(8, 5)), make(nn.Linear(8, 5)), torch.randn(3, 8)
+    small(x_NI)
+    small.load_state_dict(other.state_dict())
+    assert torch.equal(small(x_NI), other(x_NI))
+
+
+@MAKERS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_cast_multiplies_as_before(make: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> None:
+    small, x_NI = make(nn.Linear(8, 5)), torch.randn(3, 8).to(dtype)
+    want_NO = small(x_NI)
+    assert want_NO.dtype == dtype
+    assert torch.equal(small.to(dtype)(x_NI), want_NO)
+    assert torch.equal(small.float()(x_NI), want_NO)
+
+
+@MAKERS
+def test_a_rounded_model_is_not_saved(make: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(rw.CheckpointError, match="but 0 is .*Linear. Save the model that it was made from"):
+        rw.save(make(nn.Sequential(nn.Linear(8, 5))), tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_a_model_elsewhere_or_without_layers_is_refused() -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.deploy.quantize import bfloat16
 from rankwise.hf import save_pretrained
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
 
@@ -88,6 +89,15 @@ def test_a_model_whose_layers_are_stock_needs_nobody(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in content
     assert "transformers_weights" not in content
+
+
+@pytest.mark.filterwarnings("ignore:This processor has no instructions")
+def test_a_model_in_bfloat16_layers_is_not_saved(tmp_path: Path) -> None:
+    small: Any = bfloat16(compact("bert"))
+    for save in (small.save_pretrained, lambda folder: save_pretrained(small, folder)):
+        with pytest.raises(rw.CheckpointError, match="is BFloat16Linear. Save the model that it was made from"):
+            save(tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_the_auto_classes_and_other_tasks_load_it(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from rankwise.adapters.readers import readers
 from rankwise.core.copies import copied
-from rankwise.errors import RankwiseError
+from rankwise.core.gates import State
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8.layer import Int8Linear, can_multiply_bytes
 
 
-class BFloat16Linear(nn.Module):
+class BFloat16Linear(State):
     """A linear layer whose weight is bfloat16; it gives what it gets. It has no gradient."""
 
     weight: Tensor
@@ -50,12 +51,22 @@ def int8(model: nn.Module) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in int8; `model` stays as it is.
 
     Embeddings, norms, recurrences and layers whose weight others read keep their precision; attention of rankwise's
-    own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds and cannot be
-    saved: save the model, and quantize what was loaded.
+    own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds, and
+    `rankwise.save` refuses it: save the model, and quantize what was loaded.
     """
     if not can_multiply_bytes():
         _warn("int8 (VNNI)")
     return _multiplying(model, "int8", Int8Linear)
+
+
+def check_unrounded(model: nn.Module) -> None:
+    """Refuse to save a model of `int8` or `bfloat16`: no skeleton has such layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Linear | BFloat16Linear):
+            raise CheckpointError(
+                f"A saved model must hold its weights unrounded, but {name or 'the model'} is {type(module).__name__}. "
+                "Save the model that it was made from, and quantize what is loaded."
+            )
 
 
 def _warn(what: str) -> None:

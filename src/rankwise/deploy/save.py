@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
+from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import reason, sync, write_json, write_tensors
@@ -54,6 +55,7 @@ def save_with(
     """`save`, and JSON files `beside` the model, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+    check_unrounded(model)
     stored, tied = _distinct(model)
     structure = _described(model, stored, tied)
     target = Path(folder).resolve()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise.deploy.quantize import check_unrounded
 from rankwise.files import write_json
 from rankwise.hf.layout import REMEDY, entry_of
 
@@ -33,6 +34,7 @@ def save_with_layout(
     **kwargs: Any,
 ) -> None:
     """Save by the stock method; the folder says what its layers are, and stops those who cannot read that."""
+    check_unrounded(model)
     hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
     entry = entry_of(model)
     with _saying(model.config, entry):

@@ -12,6 +12,9 @@ Shapes: B = any batch dimensions, N = rows (B flat), I = inputs, O = outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +43,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
         self.register_buffer("zero", torch.zeros(1, dtype=torch.int32), persistent=False)
         self._packed: Tensor | None = None
+        """The weight as oneDNN lays it out, once it was needed."""
 
     @torch.no_grad()
     def forward(self, x_BI: Tensor) -> Tensor:
@@ -61,6 +65,23 @@ class Int8Linear(nn.Module):
     def _plain(self, bytes_NI: Tensor) -> Tensor:
         """The same numbers: products of bytes, and sums of a thousand of them, are exact in float32."""
         return F.linear(bytes_NI.float() - SHIFT, self.weight_OI.float()) * self.scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        scale, bias = self.scale, self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # products are scaled in float32, whatever the model around them is cast to
+        self.scale = scale.to(self.scale.device)
+        self.bias = None if bias is None else bias.to(self.scale.device)
+        self._packed = None
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._packed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch copies no packed weight, and writes none
+        return {**self.__dict__, "_packed": None}
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
