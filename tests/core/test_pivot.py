@@ -179,6 +179,16 @@ def test_few_and_many_rows_are_the_same_product(batch: list[int], rank: int, mor
     torch.testing.assert_close(grads, oracle)
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_pivot_layer_needs_no_torch_that_tells_export_from_compilation(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.compiler, "is_exporting", raising=False)
+    layer = PivotLinear(nn.Parameter(torch.randn(3, 4)), torch.randperm(7))
+    x = torch.randn(rows, 4)
+    torch.testing.assert_close(layer(x), x @ layer.weight.t())
+
+
 @given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 6), st.data())
 def test_selection_is_that_of_the_last_dimension(batch: list[int], width: int, data: st.DataObject) -> None:
     index = torch.tensor(data.draw(st.lists(st.integers(0, width - 1), max_size=6)), dtype=torch.long)
