@@ -211,7 +211,7 @@ def test_moments_stop_after_the_last_use() -> None:
     assert list(seen.items()) == [("0", 1), ("1", 2), ("4", 1)]
     ran.clear()
     part = type(plan)(plan.sites[:2])
-    stopped = second_moments(model, part, [x], last=("1", 2))
+    stopped = second_moments(model, part, [x], stops=[("1", 2)])
     assert ran == []
     whole = second_moments(model, part, [x])
     assert ran == ["end"]
@@ -243,6 +243,20 @@ class Twice(nn.Module):
         return self.second(h) if x.flatten()[0] > 0 else h
 
 
+class Recurrent(nn.Module):
+    """Reads a batch step by step, those for expert 1 in more steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(24)
+        for rows in x.split(4 if x.flatten()[0] > 0 else 16):
+            h = torch.tanh(self.second(torch.tanh(self.first(rows + h))))[0]
+        return h
+
+
 def chosen(expert: int, seed: int = 0) -> Tensor:
     """A batch for an expert, of few directions."""
     generator = torch.Generator().manual_seed(100 * seed + expert)
@@ -253,7 +267,7 @@ def chosen(expert: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("least_bytes", [0, 2**24])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1)])
-@pytest.mark.parametrize("make", [Experts, Twice])
+@pytest.mark.parametrize("make", [Experts, Twice, Recurrent])
 def test_every_matrix_is_measured_on_every_batch_that_reaches_it(
     make: type[nn.Module], order: tuple[int, ...], least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,8 @@ class _Data:
         self.weights: dict[str, Tensor] = {}
         """Of the sites on which the loss depends; empty without a loss."""
         self.unreached: set[str] = set()
-        self.calls = calls(model, plan, batches[0]) if batches else {}
+        self.calls = [calls(model, plan, batch) for batch in (batches or [])[:1]]
+        """Of the first batch, and of the others where they are needed."""
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
@@ -114,10 +115,12 @@ class _Data:
         if self.batches is None:
             yield from ((site, None) for site in self.plan.sites)
             return
-        for group in self._groups():
-            found = second_moments(
-                self.model, Plan(tuple(group)), self.batches, last=self._last(group), dtype=torch.float32
-            )
+        groups = list(self._groups())
+        if len(groups) > 1:
+            self.calls += [calls(self.model, self.plan, batch) for batch in self.batches[len(self.calls) :]]
+        for group in groups:
+            stops = self._stops(group) if len(groups) > 1 else None
+            found = second_moments(self.model, Plan(tuple(group)), self.batches, stops=stops, dtype=torch.float32)
             for site in group:
                 moments = found.pop(site.name)
                 if moments.inputs_II is None and moments.rows_O is None:
@@ -127,15 +130,16 @@ class _Data:
                 yield site, moments
             trim()
 
-    def _last(self, group: Sequence[Site]) -> tuple[str, int] | None:
-        """The use behind which a batch may stop; None if the first batch does not call all of them."""
+    def _stops(self, group: Sequence[Site]) -> list[tuple[str, int] | None]:
+        """For each batch the call behind which it may stop; None if it does not call all uses, and may yet."""
         uses = {use.name for site in group for use in site.uses}
-        if not uses <= self.calls.keys():
-            return None
-        return next((name, number) for name, number in reversed(self.calls.items()) if name in uses)
+        return [
+            next(call for call in reversed(seen.items()) if call[0] in uses) if uses <= seen.keys() else None
+            for seen in self.calls
+        ]
 
     def _groups(self) -> Iterator[list[Site]]:
-        place = {name: i for i, name in enumerate(self.calls)}
+        place = {name: i for i, name in enumerate(self.calls[0] if self.calls else ())}
 
         def last_place(site: Site) -> int:
             return max((place[use.name] for use in site.uses if use.name in place), default=len(place))

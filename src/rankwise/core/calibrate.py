@@ -22,7 +22,7 @@ def second_moments(
     plan: Plan,
     batches: Iterable[Any],
     *,
-    last: tuple[str, int] | None = None,
+    stops: Sequence[tuple[str, int] | None] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Moments]:
     """Run `batches` through `model` and sum up what reaches each site, by the site's name.
@@ -30,28 +30,28 @@ def second_moments(
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword arguments.
 
     Args:
-        last: the use that is called last of the plan's, and how often a batch calls it (`calls`); what comes after
-            it is not computed.
+        stops: for each batch, the use that it calls last of the plan's, and how often (`calls`); what comes after that
+            call is not computed. None: all is.
         dtype: of the sums.
     """
     sums = {site.name: _Sums(site, dtype) for site in plan.sites}
     uses = {use.name: sums[site.name].hook(use) for site in plan.sites for use in site.uses}
 
-    seen = 0
+    seen, stop = 0, None
 
     def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal seen
         uses[name](_first(args, kwargs))
-        if last is not None and name == last[0]:
+        if stop is not None and name == stop[0]:
             seen += 1
-            if seen == last[1]:
+            if seen == stop[1]:
                 raise _Enough
 
     number = 0
     with _watching(model, plan, see), torch.no_grad():
         for batch in batches:
+            seen, stop = 0, None if stops is None else stops[number]
             number += 1
-            seen = 0
             try:
                 _call(model, batch)
             except _Enough:
