@@ -170,6 +170,46 @@ def test_a_loss_that_depends_on_nothing_is_refused() -> None:
         rw.compress(Aside(), rw.Budget(removed=0.5), [torch.randn(4, 32)], loss=lambda output: 0 * output[0].sum())
 
 
+class Hidden(nn.Module):
+    """Two layers, of which the loss is told nothing of the first, or only in the last of several calls."""
+
+    def __init__(self, calls: int = 1, *, told: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.calls, self.told = nn.Linear(8, 8), nn.Linear(8, 8), calls, told
+
+    def forward(self, x: Tensor) -> Tensor:
+        for call in range(1, self.calls + 1):
+            with torch.set_grad_enabled(self.told and call == self.calls):
+                x = torch.tanh(self.first(x))
+        y: Tensor = self.second(x)
+        return y
+
+
+def test_a_layer_without_gradients_has_no_worth_by_a_loss_and_is_refused() -> None:
+    model, x = Hidden(), torch.randn(5, 8)
+    with pytest.raises(rw.DataError, match=r"must have a gradient .* `torch.no_grad\(\)`: first. Exclude them"):
+        rw.compress(model, rw.Budget(removed=0.3), [x], loss=lambda output: output.square().sum())
+    plan = find_plan(model, exclude=["first"])
+    small = rw.compress(model, rw.Budget(removed=0.2), [x], loss=lambda output: output.square().sum(), plan=plan)
+    assert rank(small.first) == 8
+
+
+def test_a_layer_is_weighed_by_the_calls_that_have_gradients() -> None:
+    x = torch.randn(5, 8)
+    model = Hidden(calls=2, told=True)
+    weights = output_weights(model, find_plan(model), [x], lambda output: output.square().sum())
+    alone = nn.Sequential(model.first, nn.Tanh(), model.second)
+    seen = [torch.tanh(model.first(x)).detach()]
+    want = output_weights(alone, find_plan(alone), seen, lambda output: output.square().sum())
+    torch.testing.assert_close([weights["first"], weights["second"]], [want["0"], want["2"]])
+
+
+def test_a_model_without_any_gradient_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(5, 8)
+    with pytest.raises(rw.DataError, match="`loss` must depend on the matrices of the plan"):
+        output_weights(model, find_plan(model), [x], lambda output: output.detach().sum())
+
+
 class Words(nn.Module):
     """A table of words that a head shares, beside the answer, or does not."""
 

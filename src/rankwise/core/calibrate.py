@@ -90,9 +90,10 @@ def output_weights(
     """
     words: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
+    hidden: set[str] = set()
     handles = [
         get_module(model, use).register_forward_hook(
-            _weighing(site, use, words if use.is_embedding else outputs), with_kwargs=True
+            _weighing(site, use, words if use.is_embedding else outputs, hidden), with_kwargs=True
         )
         for site in plan.sites
         for use in site.uses
@@ -103,12 +104,19 @@ def output_weights(
             parameter.requires_grad_(False)
         with _evaluating(model), torch.enable_grad():
             for batch in batches:
-                loss(_call(model, batch)).backward()  # type: ignore[no-untyped-call]
+                value = loss(_call(model, batch))
+                if value.requires_grad:
+                    value.backward()  # type: ignore[no-untyped-call]
     finally:
         for parameter, asked in wanted:
             parameter.requires_grad_(asked)
         for handle in handles:
             handle.remove()
+    if unseen := sorted(hidden - outputs.keys() - words.keys()):
+        raise DataError(
+            "`loss` must have a gradient at every matrix of the plan, but the model calls these under "
+            f"`torch.no_grad()`: {', '.join(unseen)}. Exclude them from the plan, or leave `loss` out."
+        )
     # a table of words that is an output layer too is weighed as that, if the loss depends on it there
     weights = {**outputs, **words, **{name: rows for name, rows in outputs.items() if rows.any()}}
     for name, rows in weights.items():
@@ -122,11 +130,17 @@ def output_weights(
     return weights
 
 
-def _weighing(site: Site, use: Use, sums: dict[str, Tensor]) -> Callable[..., Tensor]:
-    """A hook that adds the squared gradients of what a use gives to those of its site, which begin as zeros."""
+def _weighing(site: Site, use: Use, sums: dict[str, Tensor], hidden: set[str]) -> Callable[..., Tensor]:
+    """A hook that adds the squared gradients of what a use gives to those of its site, which begin as zeros.
+
+    Sites that are called where no gradient can come to are put into `hidden`.
+    """
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
+            return output
+        if not torch.is_grad_enabled():
+            hidden.add(site.name)
             return output
         sums.setdefault(site.name, output.new_zeros(site.shape[0], dtype=torch.float32))
 
