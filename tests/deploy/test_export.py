@@ -176,6 +176,38 @@ def test_two_inputs_or_outputs_of_one_flat_name_are_refused(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+class CausalAttention(nn.Module):
+    """Two layers of attention to what came before, padding left out, by a mask of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & real[:, None, None]
+        mask = seen if self.kind == "bool" else torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -torch.inf)
+        for layer in self.layers:
+            q, k, v = layer(x)[:, None].chunk(3, -1)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, mask)[:, 0]
+        return x
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_sees_nothing_is_zero_in_every_engine(format: str, kind: str, tmp_path: Path) -> None:
+    """OpenVINO gives NaN there, ONNX Runtime the mean of what is masked."""
+    torch.manual_seed(0)
+    model = CausalAttention(kind)
+    engine(format).export(model, {"x": torch.randn(2, 6, 8), "real": torch.ones(2, 6).bool()}, tmp_path / "out")
+    real = torch.ones(3, 5, dtype=torch.bool)
+    real[0, :2], real[1, 3:], real[2] = False, False, False
+    inputs = {"x": torch.randn(3, 5, 8), "real": real}
+    (expected,) = outputs(model, inputs)
+    assert expected.isfinite().all()
+    found = engine(format).load(tmp_path / "out")(**inputs)["output"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def rank_zero() -> nn.Module:
     table = nn.Sequential(
         embedding(nn.Parameter(torch.empty(20, 0)), None), linear(nn.Parameter(torch.empty(6, 0)), None)

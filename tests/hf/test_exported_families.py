@@ -25,7 +25,10 @@ def test_an_exported_family_gives_the_same(family: str, method: str, to: str, tm
     for package in {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"]}.get(to, []):
         pytest.importorskip(package)
     model = compact(family, method)
-    made = import_module(f"rankwise.deploy.export.{to}").export(model, example_inputs(model, 2, 6), tmp_path / "out")
+    inputs = example_inputs(model, 2, 6)
+    # so that padding is compared, on either side
+    assert inputs["attention_mask"].sum(1).tolist() == [4, 4]
+    made = import_module(f"rankwise.deploy.export.{to}").export(model, inputs, tmp_path / "out")
     assert made.difference < 1e-4
     assert made.outputs[0] == "logits"
     assert made.shapes["input_ids"] == ["n0", "n1"]

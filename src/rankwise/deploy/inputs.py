@@ -48,7 +48,17 @@ def _of_transformers(config: Any, tokens: Any, length: int) -> dict[str, Any]:
     if most is not None and length > most - 2:
         raise CheckpointError(f"`length` must be at most {most - 2} for this model, but is {length} instead.")
     ids = tokens(text.vocab_size)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": _mask(ids)}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens(text.vocab_size)
     return inputs
+
+
+def _mask(ids: torch.Tensor) -> torch.Tensor:
+    """Of several texts the first is padded on the left, the second on the right; one alone, as it is timed, is not."""
+    mask = torch.ones_like(ids)
+    padding = ids.shape[1] // 3
+    if len(ids) > 1 and padding:
+        mask[0, :padding] = 0
+        mask[1, -padding:] = 0
+    return mask

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.deploy.export.attention import NothingSeen
 from rankwise.deploy.export.fuse import fuse
 from rankwise.deploy.export.plain import plain
 from rankwise.deploy.measure import evaluating
@@ -121,7 +122,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     with quiet(), torch.no_grad(), evaluating(model):
         expected = named_outputs(model, model(**example_inputs))
         try:
-            with _sizes_of_one():
+            with _sizes_of_one(), NothingSeen():
                 program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise CheckpointError(
