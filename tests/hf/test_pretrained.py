@@ -92,8 +92,9 @@ def test_a_model_whose_layers_are_stock_needs_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This processor has no instructions")
-def test_a_model_in_bfloat16_layers_is_not_saved(tmp_path: Path) -> None:
-    small: Any = bfloat16(compact("bert"))
+@pytest.mark.parametrize("make", [build, compact])
+def test_a_model_in_bfloat16_layers_is_not_saved(make: Any, tmp_path: Path) -> None:
+    small: Any = bfloat16(make("bert"))
     for save in (small.save_pretrained, lambda folder: save_pretrained(small, folder)):
         with pytest.raises(rw.CheckpointError, match="is BFloat16Linear. Save the model that it was made from"):
             save(tmp_path / "small")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 ON_CHANGE: list[Callable[[nn.Module], None]] = []
-"""Told of every model that has been gated, and of every compact one that was made or loaded."""
+"""Told of every model that has been gated, and of every compact or rounded one that was made or loaded."""
 
 
 def changed(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.adapters import families
 from rankwise.adapters.readers import readers
 from rankwise.core.copies import copied
 from rankwise.core.gates import State
@@ -96,6 +97,7 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
         for module in quantized.modules():
             if hasattr(module, "inference_dtype"):
                 module.inference_dtype = torch.bfloat16  # type: ignore[assignment]
+    families.changed(quantized)
     return quantized.eval()
 
 
