@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,28 @@ def test_a_module_with_two_names_stays_one_module(tmp_path: Path) -> None:
     loaded = load(tmp_path / "small", Tower())
     assert loaded.first is loaded.again
     assert loaded.twin[1].bias is loaded.first[1].bias
+
+
+class Named(nn.Module):
+    """A pair whose layers have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(OrderedDict(down=nn.Linear(10, 4, bias=False), up=nn.Linear(4, 10)))
+        self.out = nn.Linear(10, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.pair(x))
+
+
+def test_a_pair_with_names_that_kept_its_rank_round_trips(tmp_path: Path) -> None:
+    dense, x = Named(), features()
+    small = compact(Named, x, "flop-l0", rw.Budget(params=rw.count(dense)))
+    # what compaction made has the names of a sequence
+    assert [(name, len(layer.weight)) for name, layer in small.pair.named_children()] == [("0", 4), ("1", 10)]
+    for model, name in ((small, "small"), (dense, "dense")):
+        save(model, tmp_path / name)
+        assert_same(load(tmp_path / name, Named()), model, x)
 
 
 def test_a_loaded_model_trains_and_keeps_the_modes_of_the_skeleton(tmp_path: Path, small: nn.Module) -> None:

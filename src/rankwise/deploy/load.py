@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> n
     if skeleton is None:
         with torch.device("meta"):
             skeleton = build(_dense_config(path, saved))
-    instead = replacements(saved.layers, skeleton)
+    instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
     slots = _slots(saved, skeleton, instead)
     values = _read_tensors(path, saved)
     _check_masks(path, saved, values)
@@ -153,8 +153,11 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} must be as `rankwise.save` wrote it, but is damaged: {what}. Save the model again.")
 
 
-def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.Module]:
-    """New modules for the layers that pruning changed, by the identity of those in the skeleton."""
+def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collection[str] = ()) -> dict[int, nn.Module]:
+    """New modules for the layers that pruning changed, by the identity of those in the skeleton.
+
+    `names` are those of the saved tensors.
+    """
     modules = dict(walk(skeleton))
     misfits = [f"{name or 'the model'} is gated" for name, module in modules.items() if isinstance(module, GatedLayer)]
     forms: dict[int, tuple[str, Layer]] = {}
@@ -181,7 +184,7 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.
     # heads come last: the embeddings they are tied to must be there
     for name, layer in sorted(layers.items(), key=lambda item: isinstance(item[1], Head)):
         module = modules[name]
-        if id(module) not in instead and layer_of(module) != layer:
+        if id(module) not in instead and (layer_of(module) != layer or _is_renamed(name, module, names)):
             try:
                 instead[id(module)] = layer.build(next(module.parameters()), find)
             except CheckpointError as error:
@@ -191,6 +194,12 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.
                 misfits.append(f"{name or 'the model'} was saved as {layer}, but there can be no such layer")
     _refuse(misfits)
     return instead
+
+
+def _is_renamed(name: str, pair: nn.Module, names: Collection[str]) -> bool:
+    """Whether a pair of the skeleton's shape was made anew: its layers, whatever they were called, are 0 and 1 then."""
+    first = f"{name}.0.weight" if name else "0.weight"
+    return isinstance(pair, nn.Sequential) and "0" not in pair._modules and first in names
 
 
 def _slots(saved: Saved, skeleton: nn.Module, instead: dict[int, nn.Module]) -> list[Slot]:
