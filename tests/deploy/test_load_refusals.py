@@ -124,6 +124,7 @@ def edited(folder: Path, **changes: Any) -> None:
         ({"layers": {"0": {"kind": "linear", "inputs": 10}}}, "a linear must have inputs, outputs, bias"),
         ({"layers": 3}, "rankwise.json must be as `rankwise.save` wrote it, but is damaged"),
         ({"tensors": None}, "rankwise.json must be as `rankwise.save` wrote it, but is damaged"),
+        ({"computed": {"x": "int8"}}, "is damaged: a dtype must be a floating one of torch, but is 'int8'"),
         ({"tied": {"0.1.bias": "elsewhere"}}, "0.1.bias is in the skeleton, but was not saved"),
     ],
 )

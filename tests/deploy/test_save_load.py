@@ -157,6 +157,41 @@ def test_the_saved_dtype_wins_over_the_skeletons(tmp_path: Path, small: nn.Modul
     assert {p.dtype for p in load(tmp_path / "small", mlp().double()).parameters()} == {torch.float16}
 
 
+class Positions(nn.Module):
+    """Adds positions that are computed when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.register_buffer("positions", torch.arange(40.0).view(5, 8).sin(), persistent=False)
+        self.register_buffer("order", torch.arange(5), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.words(tokens) + self.positions[self.order])
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_buffers_that_are_not_saved_get_the_dtype_they_had(is_old: bool, tmp_path: Path) -> None:
+    small = rw.compress(Positions(), rw.Budget(removed=0.3)).to(torch.bfloat16)
+    save(small, tmp_path / "small")
+    if is_old:
+        path = tmp_path / "small" / "rankwise.json"
+        structure = json.loads(path.read_text())
+        del structure["computed"]
+        path.write_text(json.dumps(structure))
+    loaded = load(tmp_path / "small", Positions())
+    assert (loaded.positions.dtype, loaded.order.dtype) == (torch.bfloat16, torch.int64)
+    assert_same(loaded, small, tokens())
+
+
+def test_a_buffer_that_was_float32_beside_half_weights_stays_so(tmp_path: Path) -> None:
+    model = Positions().to(torch.bfloat16)
+    model.positions = model.positions.float()
+    save(model, tmp_path / "model")
+    assert load(tmp_path / "model", Positions()).positions.dtype is torch.float32
+    assert load(tmp_path / "model", Positions().to(torch.bfloat16)).positions.dtype is torch.float32
+
+
 def test_weights_in_shared_or_strided_memory_are_saved(tmp_path: Path) -> None:
     model = mlp()
     model[0].weight = nn.Parameter(torch.randn(10, 16).t())

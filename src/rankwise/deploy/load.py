@@ -25,6 +25,7 @@ from rankwise.deploy.structure import (
     PivotHead,
     PivotPair,
     Selected,
+    computed_of,
     from_json,
     layer_of,
     role_of,
@@ -46,6 +47,8 @@ class Saved:
     tensors: dict[str, tuple[str, list[int]]]
     """Dtype and shape, by the name under which a tensor is stored."""
     tied: dict[str, str]
+    computed: dict[str, torch.dtype] | None
+    """Dtypes of the floating buffers that are not saved; None where the folder does not say."""
     dense: dict[str, Any] | None
     """The dense model, where its architecture is one of ours."""
 
@@ -83,10 +86,13 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> n
     values = _read_tensors(path, saved)
     _check_masks(path, saved, values)
     placed = _place(saved, slots, values)
+    casts = list(_casts(saved, skeleton, slots))
 
     for slot in slots:
         # by attribute: in older versions of torch a recurrent layer lists its weights beside the registry
         setattr(slot.module, slot.key, placed[saved.stored_as(slot.name)])
+    for module, key, buffer in casts:
+        setattr(module, key, buffer)
     for module in list({id(module): module for _, module in walk(skeleton)}.values()):
         if id(module) in instead:
             become(module, instead[id(module)])
@@ -111,9 +117,19 @@ def _read_structure(folder: Path) -> Saved:
         layers = {name: from_json(layer) for name, layer in entry["layers"].items()}
         tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}
         tied = {str(name): str(first) for name, first in entry["tied"].items()}
+        computed = (
+            {str(name): _floating(dtype) for name, dtype in entry["computed"].items()} if "computed" in entry else None
+        )
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
         raise _damaged(folder / STRUCTURE, str(error)) from None
-    return Saved(layers, tensors, tied, entry.get("dense"))
+    return Saved(layers, tensors, tied, computed, entry.get("dense"))
+
+
+def _floating(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
+    return dtype
 
 
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
@@ -232,10 +248,28 @@ def _places(skeleton: nn.Module, instead: dict[int, nn.Module]) -> Iterator[Slot
 def _lost(skeleton: nn.Module) -> Iterator[str]:
     """Buffers that nothing will fill."""
     for prefix, module in walk(skeleton):
-        for key in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers.get(key)
-            if buffer is not None and buffer.is_meta:
+        for key, buffer in computed_of(module):
+            if buffer.is_meta:
                 yield f"{prefix}.{key}" if prefix else key
+
+
+def _casts(saved: Saved, skeleton: nn.Module, slots: list[Slot]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Buffers that are not saved, in the dtypes that they had in the saved model."""
+    instead = None if saved.computed is not None else _dtype_of_all(saved, skeleton, slots)
+    for prefix, module in walk(skeleton):
+        for key, buffer in computed_of(module):
+            dtype = (saved.computed or {}).get(f"{prefix}.{key}" if prefix else key, instead)
+            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                yield module, key, buffer.to(dtype)
+
+
+def _dtype_of_all(saved: Saved, skeleton: nn.Module, slots: list[Slot]) -> torch.dtype | None:
+    """The one dtype of the saved parameters, where those of the skeleton have another: the model was cast."""
+    names = {saved.tensors[saved.stored_as(slot.name)][0] for slot in slots if isinstance(slot.holds, nn.Parameter)}
+    if len(names) != 1 or names == {dtype_name(parameter.dtype) for parameter in skeleton.parameters()}:
+        return None
+    dtype: torch.dtype = getattr(torch, names.pop())
+    return dtype if dtype.is_floating_point else None
 
 
 def _refuse(misfits: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Saving a compact model: weights as safetensors, structure as JSON. Nothing in the folder can run code.
 
 `rankwise.json` holds the format and its version, the layers (`rankwise.deploy.structure`), shape and dtype of every
-tensor, which names are tied, and, for an architecture of ours, the shape of the dense model. Each distinct tensor is
-stored once, under the first of its names.
+tensor, which names are tied, dtypes of buffers that are not saved, and, for an architecture of ours, the shape of the
+dense model. Each distinct tensor is stored once, under the first of its names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.quantize import check_unrounded
-from rankwise.deploy.structure import layers_of, tensors_of, to_json, walk
+from rankwise.deploy.structure import computed_of, layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import reason, sync, write_json, write_tensors
 from rankwise.models.architectures import describe
@@ -128,6 +128,12 @@ def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]
         "layers": {name: to_json(layer) for name, layer in layers_of(model).items()},
         "tensors": tensors,
         "tied": tied,
+        "computed": {
+            f"{prefix}.{key}" if prefix else key: dtype_name(buffer.dtype)
+            for prefix, module in walk(model)
+            for key, buffer in computed_of(module)
+            if buffer.is_floating_point()
+        },
     }
 
 

@@ -219,6 +219,14 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def computed_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that `module` itself holds and computes anew whenever it is built: they are not saved."""
+    for name in sorted(module._non_persistent_buffers_set):
+        buffer = module._buffers.get(name)
+        if buffer is not None:
+            yield name, buffer
+
+
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Every layer of `model` that pruning could have made, under every name it has."""
     modules = dict(walk(model))
