@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.deploy.quantize import can_multiply_bfloat16
+from rankwise.experiments.bench import find_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
 PRECISIONS = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
@@ -54,6 +57,21 @@ def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_s
     rows = answer(capsys, str(folder / "flop-l0" / "model"))["rows"]
     assert [row["model"] for row in rows] == ["dense, fresh weights", "flop-l0"] * len(PRECISIONS)
     assert rows[0]["parameters"] > rows[1]["parameters"]
+
+
+def test_a_model_saved_in_half_precision_is_timed_in_float32_as_the_table_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    model = folder / "flop-l0" / "model"
+    rw.save(rw.load(model).bfloat16(), model, overwrite=True)
+    for target in (folder, folder / "flop-l0", model):
+        for found in find_models(target).models.values():
+            assert {parameter.dtype for parameter in found.parameters()} == {torch.float32}
+    # which takes nothing else
+    rows = answer(capsys, str(model), "--engines", "onnx")["rows"]
+    assert [(row["model"], row["precision"]) for row in rows][1] == ("flop-l0", "float32")
 
 
 def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +122,6 @@ def test_a_missing_peer_is_one_line(
 
 def test_a_hugging_face_folder_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
-    import rankwise as rw
     from rankwise.hf import save_pretrained
 
     config = transformers.GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=16)

@@ -48,7 +48,7 @@ def find_models(folder: Path) -> Found:
     if (folder / STRUCTURE).is_file():
         dense = dense_model(folder)
         name = folder.name if folder.name != MODEL else folder.parent.name
-        return Found({"dense, fresh weights": dense, name: load(folder)}, _num_words(dense), LENGTH, None)
+        return Found({"dense, fresh weights": dense, name: load(folder).float()}, _num_words(dense), LENGTH, None)
     if (folder / EXPERIMENT).is_file():
         return _of_run(folder)
     if (folder / HUGGING_FACE).is_file():
@@ -90,7 +90,7 @@ def _of_run(folder: Path) -> Found:
         places.append(run / BASE)
     # the base is the dense model; what trained on from it takes as long
     places.sort(key=lambda place: (place.name != BASE, place.name != "dense", place.name))
-    models = {"dense" if place.name == BASE else place.name: load(place / MODEL) for place in places}
+    models = {"dense" if place.name == BASE else place.name: load(place / MODEL).float() for place in places}
     if places[0].name not in (BASE, "dense"):
         models = {"dense, fresh weights": dense_model(places[0] / MODEL), **models}
     record = next((place / RECORD for place in (folder, run) if "format" in (read(place / RECORD) or {})), None)
