@@ -130,3 +130,48 @@ def test_a_hugging_face_folder_is_timed(tmp_path: Path, capsys: pytest.CaptureFi
     rows = answer(capsys, str(tmp_path / "small"))["rows"]
     assert [row["model"] for row in rows] == ["dense, fresh weights", "small"] * len(PRECISIONS)
     assert rows[1]["parameters"] == rw.count(compact) < rows[0]["parameters"]
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """A model of transformers that has positions for 20 tokens."""
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.BertConfig(**sizes, intermediate_size=8, max_position_embeddings=20)
+    hf.BertForMaskedLM(config).save_pretrained(tmp_path / "short")
+    return tmp_path / "short"
+
+
+SHORT = ["--batch", "1", "--threads", "1", "--repeats", "2"]
+
+
+def test_the_default_length_is_one_that_the_model_takes(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", str(short), *SHORT, "--json"]) == 0
+    said = capsys.readouterr()
+    assert {row["length"] for row in json.loads(said.out)["rows"]} == {18}
+    assert said.err.startswith("Sequences have 18 tokens: the model may have no positions for 256.\n")
+
+
+def test_a_length_is_refused_only_where_the_model_cannot_read_it(
+    short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", str(short), *SHORT, "--length", "20", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["bench", str(short), *SHORT, "--length", "21"]) == 2
+    said = capsys.readouterr().err
+    assert "`length` must be one that the model has positions for, but is 21 instead. 18 tokens are few enough." in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_model_that_reads_two_texts_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = pytest.importorskip("transformers")
+    config = hf.T5Config(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    hf.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    capsys.readouterr()
+    assert run(["bench", str(tmp_path / "t5"), *SHORT]) == 2
+    said = capsys.readouterr().err
+    assert "models that read one text, but" in said
+    assert "holds a T5ForConditionalGeneration, which reads two. Time it by `rankwise export`." in said
+    assert len(said.splitlines()) == 1

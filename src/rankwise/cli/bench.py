@@ -20,7 +20,7 @@ COLUMNS = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "2
 def bench(options: Options) -> None:
     from rankwise.deploy.bench import BenchConfig, remarks
     from rankwise.deploy.bench import bench as measure
-    from rankwise.experiments.bench import find_models, keep
+    from rankwise.experiments.bench import LENGTH, find_models, keep
 
     found = find_models(Path(options.target))
     config = BenchConfig(
@@ -31,6 +31,9 @@ def bench(options: Options) -> None:
         repeats=options.repeats,
         device=options.device,
     )
+    found.check_length(config.length)
+    if options.length is None and found.length == found.longest:
+        print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
     peers = {}
     if options.peer:
         from rankwise.deploy.peer import released_sru
@@ -85,7 +88,12 @@ def _arguments(parser: Parser) -> None:
     add("target", metavar="FOLDER", help="of a run, of one of its models, or of a saved model")
     add("--batch", type=listed(whole_number), default=[1, 16], metavar="NUMBERS", help="with commas (default: 1,16)")
     add("--threads", type=listed(_threads), default=[1, "all"], metavar="NUMBERS", help="(default: 1,all)")
-    add("--length", type=whole_number, metavar="N", help="tokens of a sequence (default: as in training, or 256)")
+    add(
+        "--length",
+        type=whole_number,
+        metavar="N",
+        help="tokens of a sequence (default: as in training, or 256 at most)",
+    )
     add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
     add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")

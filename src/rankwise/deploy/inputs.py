@@ -41,12 +41,18 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     return _of_transformers(model.config, tokens, length)
 
 
+def longest(config: Any) -> int | None:
+    """The most tokens that a model of transformers is sure to take, by its config; None where there is no end."""
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # some families keep the first positions for themselves
+    return None if most is None else most - 2
+
+
 def _of_transformers(config: Any, tokens: Any, length: int) -> dict[str, Any]:
     text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    # some families keep the first positions for themselves
-    if most is not None and length > most - 2:
-        raise CheckpointError(f"`length` must be at most {most - 2} for this model, but is {length} instead.")
+    most = longest(config)
+    if most is not None and length > most:
+        raise CheckpointError(f"`length` must be at most {most} for this model, but is {length} instead.")
     ids = tokens(text.vocab_size)
     inputs = {"input_ids": ids, "attention_mask": _mask(ids)}
     if config.is_encoder_decoder:

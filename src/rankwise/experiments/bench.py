@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.deploy.inputs import longest
 from rankwise.deploy.load import dense_model, load
 from rankwise.deploy.save import STRUCTURE
 from rankwise.errors import CheckpointError, RankwiseError
@@ -33,12 +34,28 @@ class Found:
     """The dense one first."""
     num_words: int
     length: int
+    """Tokens of a sequence, where nobody says how many."""
     record: Path | None
     """The record that keeps what is measured."""
+    longest: int | None = None
+    """Tokens that the models are sure to take; None where there is no end."""
 
     def tokens(self, batch: int, length: int) -> Tensor:
         """Some text: how long a model takes does not depend on what it reads."""
         return torch.randint(0, self.num_words, (batch, length), generator=torch.Generator().manual_seed(0))
+
+    @torch.inference_mode()
+    def check_length(self, length: int) -> None:
+        """Refuse sequences that the models cannot read."""
+        if self.longest is None or length <= self.longest:
+            return
+        try:
+            next(iter(self.models.values()))(self.tokens(1, length))
+        except (IndexError, RuntimeError):
+            raise RankwiseError(
+                f"`length` must be one that the model has positions for, but is {length} instead. "
+                f"{self.longest} tokens are few enough."
+            ) from None
 
 
 def find_models(folder: Path) -> Found:
@@ -107,8 +124,16 @@ def _of_hugging_face(folder: Path) -> Found:
     from rankwise.hf.loading import open_folder
 
     compact: Any = open_folder(folder).float()
+    if compact.config.is_encoder_decoder:
+        raise RankwiseError(
+            f"`rankwise bench` times models that read one text, but {folder} holds a {type(compact).__name__}, "
+            "which reads two. Time it by `rankwise export`."
+        )
     # after it, for it says what is missing where transformers is not installed
     from rankwise.hf.layout import skeleton_of
 
     dense = type(compact)(skeleton_of(compact).config)
-    return Found({"dense, fresh weights": dense, folder.name: compact}, compact.config.vocab_size, LENGTH, None)
+    most = longest(compact.config)
+    length = LENGTH if most is None else min(LENGTH, most)
+    models = {"dense, fresh weights": dense, folder.name: compact}
+    return Found(models, compact.config.vocab_size, length, None, most)
