@@ -104,6 +104,22 @@ def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, record: str, base
     assert shown <= found
 
 
+def test_what_np_l0_loses_is_recorded() -> None:
+    from rankwise.report.records import cells
+
+    record = json.loads((ROOT / "results/table-np-l0.json").read_text())
+    (control,) = cells(record, "enwik8-sru-plain-1536", "dense")
+    (large,) = cells(record, "enwik8-sru-plain-2048", "dense")
+    lost = [
+        f"{100 * (cell.lost('bits_per_character') or 0):.1f}%"
+        for name in ("np-l0-80", "np-l0-90")
+        for cell in cells(record, "enwik8-sru-plain-2048", name)
+    ]
+    small, big = (f"{cell.row['test']['bits_per_character']:.4f}" for cell in (control, large))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"({small}) it is counted; of one of 65M (control {big}) it loses {' and '.join(lost)}." in text
+
+
 def test_what_is_kept_of_frequent_and_rare_words_is_recorded() -> None:
     from rankwise.report.sections import clusters
 
