@@ -148,8 +148,8 @@ SHORT = ["--batch", "1", "--threads", "1", "--repeats", "2"]
 def test_the_default_length_is_one_that_the_model_takes(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", str(short), *SHORT, "--json"]) == 0
     said = capsys.readouterr()
-    assert {row["length"] for row in json.loads(said.out)["rows"]} == {18}
-    assert said.err.startswith("Sequences have 18 tokens: the model may have no positions for 256.\n")
+    assert {row["length"] for row in json.loads(said.out)["rows"]} == {20}
+    assert said.err.startswith("Sequences have 20 tokens: the model may have no positions for 256.\n")
 
 
 def test_a_length_is_refused_only_where_the_model_cannot_read_it(
@@ -159,7 +159,7 @@ def test_a_length_is_refused_only_where_the_model_cannot_read_it(
     capsys.readouterr()
     assert run(["bench", str(short), *SHORT, "--length", "21"]) == 2
     said = capsys.readouterr().err
-    assert "`length` must be one that the model has positions for, but is 21 instead. 18 tokens are few enough." in said
+    assert "`length` must be one that the model has positions for, but is 21 instead. 20 tokens are few enough." in said
     assert len(said.splitlines()) == 1
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import build
+from hf_families import build, compact
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
 from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.inputs import positions_of
 from rankwise.hf.compress import compress_pretrained, numbering
 from rankwise.modules import PivotLinear
 
@@ -173,3 +175,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     before = sorted(path.name for path in place.iterdir())
     assert re.search(message, said(capsys, *words))
     assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_a_compact_model_reads_as_much_as_the_dense_one() -> None:
+    dense = build("mpnet")
+    small = compact("mpnet")
+    assert type(small.mpnet.embeddings.position_embeddings) is not nn.Embedding
+    most = positions_of(small)
+    assert most is not None and most == positions_of(dense) == dense.config.max_position_embeddings - 2
+    small(torch.full((1, most), 5))
+    with pytest.raises(IndexError):
+        small(torch.full((1, most + 1), 5))

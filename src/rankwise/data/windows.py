@@ -67,7 +67,7 @@ class Windows:
     def most(self, low: int, high: int, *, steps: int, parts: int = 1) -> int:
         """The most tokens of [low, high) among inputs or targets in any of `parts` of a batch, in so many steps."""
         num_tokens = len(self.tokens)
-        before = np.zeros(num_tokens + 1, np.min_scalar_type(num_tokens))
+        before = np.zeros(num_tokens + 1, np.int32 if num_tokens < 2**31 else np.int64)
         np.cumsum((self.tokens >= low) & (self.tokens < high), out=before[1:])
         first_S = np.arange(steps, dtype=np.int64) * self.unroll % num_tokens
         most = 0

@@ -38,19 +38,23 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
             f"Inputs can be made up for language models of rankwise and of transformers, but not for a "
             f"{type(model).__name__}. Give your own."
         )
-    return _of_transformers(model.config, tokens, length)
+    return _of_transformers(model, tokens, length)
 
 
-def longest(config: Any) -> int | None:
-    """The most tokens that a model of transformers is sure to take, by its config; None where there is no end."""
-    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    # some families keep the first positions for themselves
-    return None if most is None else most - 2
+def positions_of(model: Any) -> int | None:
+    """How many tokens a model of transformers is sure to read; None where it sets no bound."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 0:
+        return None
+    # a table that has a row for padding begins to count behind it (RoBERTa, MPNet); it may be a low-rank pair
+    tables = (module for name, module in model.named_modules() if "position_embeddings" in name)
+    pads = [int(table.padding_idx) for table in tables if getattr(table, "padding_idx", None) is not None]
+    return positions - max(pads, default=-1) - 1
 
 
-def _of_transformers(config: Any, tokens: Any, length: int) -> dict[str, Any]:
+def _of_transformers(model: Any, tokens: Any, length: int) -> dict[str, Any]:
+    config, most = model.config, positions_of(model)
     text = config.get_text_config()
-    most = longest(config)
     if most is not None and length > most:
         raise CheckpointError(f"`length` must be at most {most} for this model, but is {length} instead.")
     ids = tokens(text.vocab_size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.deploy.inputs import longest
+from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.load import dense_model, load
 from rankwise.deploy.save import STRUCTURE
 from rankwise.errors import CheckpointError, RankwiseError
@@ -133,7 +133,7 @@ def _of_hugging_face(folder: Path) -> Found:
     from rankwise.hf.layout import skeleton_of
 
     dense = type(compact)(skeleton_of(compact).config)
-    most = longest(compact.config)
+    most = positions_of(compact)
     length = LENGTH if most is None else min(LENGTH, most)
     models = {"dense, fresh weights": dense, folder.name: compact}
     return Found(models, compact.config.vocab_size, length, None, most)

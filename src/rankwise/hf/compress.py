@@ -13,6 +13,7 @@ from torch import Tensor
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.memory import return_large_blocks, trim
 from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.inputs import positions_of
 from rankwise.errors import CheckpointError, DataError, RankwiseError
 from rankwise.hf.pretrained import check_target, save_pretrained
 from rankwise.methods.svd import Svd
@@ -133,17 +134,6 @@ def numbering(tokenizer: Any) -> Callable[[str], list[int]]:
 def _line(error: Exception) -> str:
     """The first line of what went wrong."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def positions_of(model: PreTrainedModel) -> int | None:
-    """How many tokens a model reads; None where it sets no bound."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 0:
-        return None
-    # a table that has a row for padding begins to count behind it (RoBERTa, MPNet)
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    pads = [int(table.padding_idx) for table in tables if getattr(table, "padding_idx", None) is not None]
-    return positions - max(pads, default=-1) - 1
 
 
 def _check_windows(model: PreTrainedModel, windows: Sequence[Tensor]) -> None:

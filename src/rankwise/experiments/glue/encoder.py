@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rankwise.data.glue.tasks import Task
+from rankwise.deploy.inputs import positions_of
 from rankwise.errors import RankwiseError
-from rankwise.hf.compress import positions_of
 
 try:
     import transformers
