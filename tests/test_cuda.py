@@ -68,13 +68,23 @@ def test_a_model_is_compressed_on_the_gpu_as_on_a_cpu(layout: Literal["pair", "p
         data = [window.to(device) for window in tokens]
         return rw.compress(
             copy.deepcopy(model).to(device), rw.Budget(removed=0.4), data,
-            loss=lambda logits: logits.square().mean(), layout=layout,
+            loss=lambda logits: logits.square().mean(), layout=layout, target="cpu",
         )  # fmt: skip
 
     here, there = compressed("cpu"), compressed("cuda")
     assert rw.count(here) == rw.count(there)
     want = here(tokens[0])
     assert (there(tokens[0].cuda()).cpu() - want).abs().max() <= 1e-3 * want.abs().max()
+
+
+def test_on_the_gpu_ranks_come_in_multiples_by_default() -> None:
+    spec = Spec(num_words=40, width=64, inner=96, parts=("linear", "nested", "pair"))
+    budget, model = rw.Budget(removed=0.5), spec.build().cuda()
+    want = rw.compress(model, budget, target="cuda").state_dict()
+    found = rw.compress(model, budget).state_dict()
+    assert found.keys() == want.keys() and all(found[name].shape == want[name].shape for name in want)
+    pruner = rw.Pruner(model, budget, "fac")
+    assert {curve.multiple for curve in pruner.account.curves} == {8}
 
 
 @pytest.mark.parametrize("outputs", [0, 1, 9, 64])

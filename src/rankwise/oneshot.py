@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankwise.adapters import families
 from rankwise.adapters.generic import find_plan
 from rankwise.adapters.readers import answer
-from rankwise.core.budget import Account, Budget, count
+from rankwise.core.budget import Budget, CostCurve, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
 from rankwise.core.choice import ranked_counts
 from rankwise.core.copies import copied
@@ -27,6 +27,7 @@ from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import drop_pages, trim
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.surgery import become
+from rankwise.core.targets import Target, find_target
 from rankwise.errors import RankwiseError
 from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
@@ -46,8 +47,9 @@ def compress(
     loss: Callable[[Any], Tensor] | None = None,
     loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
-    layout: Literal["pair", "pivot"] = "pair",
-    rank_multiple: int = 1,
+    layout: Literal["pair", "pivot"] | None = None,
+    rank_multiple: int | None = None,
+    target: str | Target | None = None,
     in_place: bool = False,
 ) -> nn.Module:
     """A model of the size asked for, at once.
@@ -62,8 +64,11 @@ def compress(
             by what they cost it; without it by the share of their matrix's output.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
         plan: which matrices are compressed; by default every linear layer and embedding.
-        layout: how a matrix of low rank is stored, see `rankwise.methods.representations.Factorized`.
-        rank_multiple: keep ranks at multiples of this number, for hardware.
+        layout: how a matrix of low rank is stored (`rankwise.methods.representations.Factorized`). By default "pair",
+            which is fast everywhere; "pivot" is smaller, and slower than dense on GPUs and in ONNX Runtime.
+        rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
+        target: where the model will run, "cuda", "cpu" or "size" (the smallest file, in the pivot layout; see
+            `rankwise.core.targets`); by default the device that it is on.
         in_place: `model` itself becomes small, in little more memory than it takes already.
     """
     init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
@@ -72,11 +77,12 @@ def compress(
         raise RankwiseError(
             "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
         )
-    method = Svd(layout=layout)
+    where = find_target(target, model)
+    method = Svd(layout=layout or where.layout)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
     plan = planned(model, plan or find_plan(model), method)
     check_weights(model, plan)
-    account = account_of(model, plan, method, trained=True)
+    account = account_of(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
 
@@ -86,10 +92,11 @@ def compress(
         data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         data.unreached = {site.name for site in plan.sites if site.name not in weights}
         trim()
-    counts = _choose(model, method, account, limit, rank_multiple, data)
+    curves = dict(zip((site.name for site in plan.sites), account.curves, strict=True))
+    counts = _choose(model, method, curves, limit - account.fixed, data)
     _warn_of_unreached([site for site in plan.sites if site.name in data.unreached])
     for site, moments in data.moments():
-        _shrink(model, site, method, counts[site.name], moments, budget.dtype)
+        _shrink(model, site, curves[site.name], counts[site.name], moments, budget.dtype)
     answer(model)
     families.changed(model)
     # less where pivots would have suffered in half precision
@@ -156,10 +163,9 @@ class _Data:
 
 
 def _choose(
-    model: nn.Module, method: Svd, account: Account, limit: int, rank_multiple: int, data: _Data
+    model: nn.Module, method: Svd, curves: Mapping[str, CostCurve], room: int, data: _Data
 ) -> Mapping[str, int]:
     """How many components of each site are kept."""
-    curves = dict(zip((site.name for site in data.plan.sites), account.curves, strict=True))
     scores: dict[str, Tensor] = {}
     for site, moments in data.moments():
         curve = curves[site.name]
@@ -170,7 +176,7 @@ def _choose(
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         trim()
     ordered = [scores[name] for name in curves]
-    chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
+    chosen = ranked_counts(ordered, list(curves.values()), room)
     return dict(zip(curves, chosen, strict=True))
 
 
@@ -187,20 +193,21 @@ def _warn_of_unreached(sites: Sequence[Site]) -> None:
 
 
 def _shrink(
-    model: nn.Module, site: Site, method: Svd, rank: int, moments: Moments | None, dtype: torch.dtype | None
+    model: nn.Module, site: Site, curve: CostCurve, rank: int, moments: Moments | None, dtype: torch.dtype | None
 ) -> None:
     """Let every use of `site` be a plain layer of that rank, unless it is what it would become."""
-    curve = method.curve(site, trained=True)
     if curve(rank) == site.params and rank == curve.num_components and site.uses[0].kind != "conv1d":
         return
     found = source(model, site)
     factors = factorized(found, rank, moments)
     p, q = (nn.Parameter(factor, found.requires_grad) for factor in (factors.p_OR, factors.q_RI))
-    matrix = FactorizedMatrix(p, q, Gate(rank), pivot=method.pivots(site))
+    curve = replace(curve, num_components=rank)
+    matrix = FactorizedMatrix(p, q, Gate(rank), curve)
     kept = torch.arange(rank, device=p.device)
     if matrix.suffers(kept, None, dtype, by_columns=site.has_embedding):
         # as many components, most first, as a pair of no more parameters has
-        matrix.pivot, kept = False, kept[: curve(rank) // curve.per_component]
+        matrix.costs = replace(curve, pivot=False)
+        kept = kept[: matrix.costs.most(curve(rank))]
     export = matrix.export(kept, None)
     old = found.tensors
     del found, factors, matrix

@@ -5,7 +5,8 @@ It gates a model in place, moves the gates by one call a step, and gives back a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from rankwise.adapters import families
 from rankwise.adapters.generic import check_plan, find_plan, split_pairs
 from rankwise.adapters.readers import answer
 from rankwise.core import factorize
-from rankwise.core.budget import Account, Budget, SizeReport, Storage, count
+from rankwise.core.budget import Account, Budget, CostCurve, SizeReport, Storage, count
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
@@ -24,9 +25,11 @@ from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, refusal, source
 from rankwise.core.surgery import install
+from rankwise.core.targets import Target, find_target
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
+from rankwise.methods.representations import Factorized
 
 Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -45,7 +48,9 @@ class Pruner:
             with the variance of the matrix. A low-rank pair that the model holds is gated as it stands with "random",
             or where the method says so (`refactor=False`).
         calibration: with init="whitened", batches of input for `model`.
-        rank_multiple: keep ranks at multiples of this number, for hardware.
+        rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
+        target: where the compact model will run, "cuda", "cpu" or "size" (`rankwise.core.targets`); by default the
+            device that `model` is on.
         seed: of the gates' noise, and of random factors.
         settings: the method's own, such as `anneal_steps` or `gate_lr`.
     """
@@ -59,7 +64,8 @@ class Pruner:
         init: Init = "svd",
         *,
         calibration: Iterable[Any] | None = None,
-        rank_multiple: int = 1,
+        rank_multiple: int | None = None,
+        target: str | Target | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> None:
@@ -67,29 +73,26 @@ class Pruner:
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
-        if isinstance(method, Method) and settings:
-            raise TypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
-        self.method = method if isinstance(method, Method) else make_method(method, **settings)
+        self.target = find_target(target, model)
+        self.method = _method(method, self.target, settings)
         self.plan = planned(model, plan, self.method)
         check_weights(model, self.plan)
         trained = init != "random"
 
-        account = account_of(model, self.plan, self.method, trained=trained)
+        account = account_of(model, self.plan, self.method, self.target, rank_multiple, trained=trained)
         self.limit = budget.resolve(account)
-        self.account = self.method.allot(account, self.limit, rank_multiple)
+        self.account = self.method.allot(account, self.limit)
         factorizer = _factorizer(init, model, self.plan, calibration, seed)
         matrices = []
         # one site at a time, its dense weight freed before the next: a large model need not fit twice
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
             found = source(model, site)
             gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
-            matrices.append(self.method.represent(site, found, gate, factorizer))
+            matrices.append(self.method.represent(site, found, gate, curve, factorizer))
             install(model, site, matrices[-1])
             del found
             trim()
-        self.controller: Controller = self.method.controller(
-            matrices, self.account, self.limit, seed=seed, rank_multiple=rank_multiple
-        )
+        self.controller: Controller = self.method.controller(matrices, self.account, self.limit, seed=seed)
         for matrix in matrices:
             matrix.gate.attend(self.controller)
         if matrices:
@@ -130,11 +133,14 @@ class Pruner:
         counts = self.controller.counts(self._limit(budget))
         return {site.name: k for site, k in zip(self.plan.sites, counts, strict=True)}
 
-    def compact(self, budget: Budget | None = None) -> nn.Module:
+    def compact(self, budget: Budget | None = None, *, target: str | Target | None = None) -> nn.Module:
         """A new, ordinary model of the size asked for; `model` stays as it is.
 
-        Another `budget` gives another size of the same run.
+        Another `budget` gives another size of the same run, another `target` ranks for another place to run.
         """
+        if target is not None:
+            with self._aimed(find_target(target, self.model)):
+                return self.compact(budget)
         if self.controller.learns and not self.steps:
             raise RankwiseError(
                 "`compact()` needs gates that have learned something, but no `pruner.step()` was taken. "
@@ -159,13 +165,29 @@ class Pruner:
                 if isinstance(matrix, FactorizedMatrix) and matrix.suffers(
                     kept, self.controller.values(i), dtype, by_columns=columns
                 ):
-                    matrix.pivot = False
                     pairs.add(i)
             if not pairs:
                 return
-            curves = (replace(c, pivot=c.pivot and i not in pairs) for i, c in enumerate(self.account.curves))
-            self.account = self.controller.account = replace(self.account, curves=tuple(curves))
+            self._price([replace(c, pivot=c.pivot and i not in pairs) for i, c in enumerate(self.account.curves)])
             self.controller.outdate()
+
+    @contextmanager
+    def _aimed(self, target: Target) -> Iterator[None]:
+        """For as long as this lasts, exports are for `target`."""
+        before = self.account.curves
+        sites = zip(self.plan.sites, before, strict=True)
+        self._price([self.method.aimed(site, curve, target, self.rank_multiple) for site, curve in sites])
+        try:
+            yield
+        finally:
+            self._price(before)
+
+    def _price(self, curves: Sequence[CostCurve]) -> None:
+        """Let exports cost what `curves` say."""
+        self.account = self.controller.account = replace(self.account, curves=tuple(curves))
+        for matrix, curve in zip(self.controller.matrices, curves, strict=True):
+            if isinstance(matrix, FactorizedMatrix):
+                matrix.costs = curve
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs: the gated model with its gates, multipliers and step."""
@@ -179,15 +201,25 @@ class Pruner:
         return self.limit if budget is None else budget.resolve(self.account)
 
 
-def account_of(model: nn.Module, plan: Plan, method: Method, *, trained: bool) -> Account:
-    """The books of a model under a plan."""
+def account_of(
+    model: nn.Module,
+    plan: Plan,
+    method: Method,
+    target: Target | None = None,
+    rank_multiple: int | None = None,
+    *,
+    trained: bool,
+) -> Account:
+    """The books of a model under a plan, by default for the device that it is on."""
+    target = target or find_target(None, model)
     saved = set(model.state_dict())
     storage = Storage(
         dtypes=frozenset(p.dtype for p in model.parameters()),
         buffers=tuple((b.numel(), b.dtype) for name, b in model.named_buffers() if name in saved),
         overhead=sum(method.overhead_bytes(site) for site in plan.sites),
     )
-    curves = tuple(method.curve(site, trained=trained) for site in plan.sites)
+    plain = ((site, method.curve(site, trained=trained)) for site in plan.sites)
+    curves = tuple(method.aimed(site, curve, target, rank_multiple) for site, curve in plain)
     return Account(count(model), plan.params, curves, None if method.counts_nonzeros else storage)
 
 
@@ -208,6 +240,18 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     return taken
 
 
+def _method(method: str | Method, target: Target, settings: dict[str, Any]) -> Method:
+    """The method with its settings; unless one is asked for, a name's layout is that of the target."""
+    if isinstance(method, Method):
+        if settings:
+            raise TypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
+        return method
+    made = make_method(method, **settings)
+    if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
+        made = make_method(method, **settings, layout=target.layout)
+    return made
+
+
 def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int) -> Factorizer:
     """How a matrix becomes factors."""
     if init == "random":
@@ -220,7 +264,12 @@ def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[
 
 
 def check_arguments(
-    model: nn.Module, budget: Budget, init: Init, calibration: Iterable[Any] | None, rank_multiple: int, seed: int
+    model: nn.Module,
+    budget: Budget,
+    init: Init,
+    calibration: Iterable[Any] | None,
+    rank_multiple: int | None,
+    seed: int,
 ) -> None:
     """Refuse what no method can work with."""
     if not isinstance(model, nn.Module):
@@ -238,6 +287,7 @@ def check_arguments(
         raise ValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
-    for name, value, least in (("rank_multiple", rank_multiple, 1), ("seed", seed, 0)):
+    multiple = 1 if rank_multiple is None else rank_multiple
+    for name, value, least in (("rank_multiple", multiple, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

@@ -16,6 +16,7 @@ from rankwise.cli.app import run
 from rankwise.data.corpus import open_corpus
 from rankwise.data.windows import Evaluation
 from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.modules import PivotLinear
 from rankwise.training.evaluate import evaluate
 from rankwise.training.language import LanguageModel
 
@@ -61,8 +62,25 @@ def test_a_saved_model_is_compressed_again_and_again(tmp_path: Path, capsys: pyt
     second = compressed(capsys, tmp_path / "first", tmp_path / "second", *words)
     tokens = torch.arange(9)[None]
     for before, after in (("dense", first), ("first", second)):
-        expected = rw.compress(rw.load(tmp_path / before), rw.Budget(removed=0.2), layout="pivot")
+        expected = rw.compress(rw.load(tmp_path / before), rw.Budget(removed=0.2))
         torch.testing.assert_close(logits(after, tokens), logits(expected, tokens))
+
+
+@pytest.mark.parametrize(
+    "words, pivots, multiple", [("", False, 1), ("--layout pivot", True, 1), ("--target size", True, 1),
+                                ("--target cuda", False, 8), ("--target size --layout pair", False, 1)]
+)  # fmt: skip
+def test_a_model_is_made_of_pairs_unless_the_smallest_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, pivots: bool, multiple: int
+) -> None:
+    torch.manual_seed(0)
+    config = TransformerXLConfig(num_words=20, width=64, num_heads=2, head_width=32, inner=96, num_layers=2)
+    rw.save(TransformerXL(config), tmp_path / "dense")
+    small = compressed(capsys, tmp_path / "dense", tmp_path / "small", "--removed", 0.4, *words.split())
+    assert any(isinstance(module, PivotLinear) for module in small.modules()) == pivots
+    seconds = [module[1] for module in small.modules() if isinstance(module, nn.Sequential) and len(module) == 2]
+    ranks = [second.in_features for second in seconds if isinstance(second, nn.Linear | PivotLinear)]
+    assert ranks and all(rank % multiple == 0 for rank in ranks)
 
 
 def test_what_is_made_of_a_run_says_what_it_lost_and_writes_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,7 +47,14 @@ pivots = st.builds(
     st.integers(1, 12),
     st.integers(1, 12),
 )
-curves_ = st.lists(pairs | pivots, min_size=1, max_size=6)
+paying = st.builds(
+    lambda curve, multiple, share: replace(curve, multiple=multiple, dense_from=max(1, int(share * curve.cap))),
+    pairs | pivots,
+    st.integers(1, 4),
+    st.floats(0.3, 1),
+)
+"""With ranks in multiples, and dense from some share of the dense parameters on."""
+curves_ = st.lists(pairs | pivots | paying, min_size=1, max_size=6)
 
 
 def flat(curves: list[CostCurve], seed: int) -> Tensor:
@@ -65,7 +73,8 @@ def test_the_expected_size_is_the_cost_of_the_expected_ranks(curves: list[CostCu
     size = 0.0
     for curve, part in zip(curves, p.split([c.num_components for c in curves]), strict=True):
         rank = float(part.sum())
-        size += min(rank * (curve.per_component - rank * curve.pivot), curve.cap)
+        low_rank = rank * (curve.per_component - rank * curve.pivot)
+        size += low_rank if low_rank < curve.threshold else curve.cap
     assert float(expected_size(curves, p)) == pytest.approx(size)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ import rankwise as rw
 from rankwise.core.budget import CostCurve
 from rankwise.core.exports import PivotExport
 from rankwise.core.gates import Gate
-from rankwise.core.matrices import FactorizedMatrix
+from rankwise.core.matrices import FactorizedMatrix, factorized_curve
 from rankwise.core.pivot import BOUND, ROUNDING, choose_rows
 from rankwise.modules import PivotLinear, select
 
@@ -25,8 +23,9 @@ def draw(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def matrix(p: Tensor, q: Tensor, **kwargs: Any) -> FactorizedMatrix:
-    return FactorizedMatrix(nn.Parameter(p), nn.Parameter(q), Gate(len(q)), pivot=True, **kwargs)
+def matrix(p: Tensor, q: Tensor) -> FactorizedMatrix:
+    costs = factorized_curve((len(p), q.shape[1]), len(q), pivot=True)
+    return FactorizedMatrix(nn.Parameter(p), nn.Parameter(q), Gate(len(q)), costs)
 
 
 @given(sizes)

@@ -54,7 +54,7 @@ def compressed(place: Path, out: Path, **more: Any) -> hf.PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("layout", ["pair", "pivot"])
+@pytest.mark.parametrize("layout", [None, "pair", "pivot"])
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_a_folder_becomes_a_smaller_one_that_stock_loading_takes(
     place: Path, tmp_path: Path, layout: Any, embeddings: bool

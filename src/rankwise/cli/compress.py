@@ -32,9 +32,14 @@ def add_arguments(parser: Parser) -> None:
     add(
         "--layout",
         type=one_of("pair", "pivot"),
-        default="pivot",
         metavar="LAYOUT",
-        help="pair or pivot (default: pivot)",
+        help="pair, or pivot: smaller, and slower on GPUs and in ONNX Runtime (default: pair)",
+    )
+    add(
+        "--target",
+        type=one_of("cuda", "cpu", "size"),
+        metavar="WHERE",
+        help="where it will run, cuda or cpu, or size: the smallest file, in the pivot layout (default: cpu)",
     )
     add("--embeddings", action="store_true", help="compress tables of words too, and output layers tied to them")
     add("--exclude", action="append", default=[], metavar="NAME", help="leave out layers of this name; repeatable")
@@ -54,7 +59,7 @@ def compress(options: Options) -> None:
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
     settings: dict[str, Any] = {
         "calibration": None,
-        **{name: getattr(options, name) for name in ("layout", "embeddings", "exclude", "overwrite")},
+        **{name: getattr(options, name) for name in ("layout", "target", "embeddings", "exclude", "overwrite")},
     }
     if options.calibration is not None:
         settings["calibration"] = Calibration(

@@ -35,21 +35,57 @@ class CostCurve:
     per_component: int
     cap: int
     pivot: bool = False
+    multiple: int = 1
+    """An export keeps a multiple of so many components, or all of them."""
+    dense_from: int | None = None
+    """Parameters from which low rank does not pay, and the matrix is exported dense. Default: `cap`."""
 
     def __call__(self, k: int) -> int:
         assert 0 <= k <= self.num_components
-        if not self.pivot:
-            return min(k * self.per_component, self.cap)
-        # at the top of the parabola the cap is reached
-        k = min(k, self.per_component // 2)
-        return min(k * (self.per_component - k), self.cap)
+        if self.pivot:
+            # at the top of the parabola the cap is reached
+            k = min(k, self.per_component // 2)
+        low_rank = k * (self.per_component - k * self.pivot)
+        return low_rank if low_rank < self.threshold else self.cap
 
     def costs(self, k: Tensor) -> Tensor:
         """The cost of each of many ranks."""
+        low_rank = self._low_rank(k)
+        return torch.where(low_rank < self.threshold, low_rank, self.cap)
+
+    @property
+    def threshold(self) -> int:
+        """Parameters of low rank from which the matrix is dense."""
+        return self.cap if self.dense_from is None else self.dense_from
+
+    def stops(self) -> Tensor:
+        """The numbers of components that an export may keep, ascending, zero not among them.
+
+        A step to the next one is what a choice takes or leaves: from low rank to dense it is a single one.
+        """
+        stops = torch.arange(self.multiple, self.num_components + self.multiple, self.multiple)
+        stops = stops.clamp(max=self.num_components)
+        low_rank = self._low_rank(stops)
+        between = (low_rank >= self.threshold) & (low_rank < self.cap) & (stops < self.num_components)
+        return stops[~between]
+
+    def next_stop(self, k: int) -> int:
+        """The least number of components beyond `k`, a stop, at which all that cost nothing more are kept."""
+        after = min(k + self.multiple, self.num_components)
+        return self.num_components if self(after) == self.cap else after
+
+    def most(self, room: int) -> int:
+        """The most components that an export may keep in `room` parameters."""
+        stops = self.stops()
+        fitting = stops[self.costs(stops) <= room]
+        return int(fitting[-1]) if len(fitting) else 0
+
+    def _low_rank(self, k: Tensor) -> Tensor:
+        """Parameters of k components that are not multiplied out."""
         if not self.pivot:
-            return (k * self.per_component).clamp(max=self.cap)
+            return k * self.per_component
         k = k.clamp(max=self.per_component // 2)
-        return (k * (self.per_component - k)).clamp(max=self.cap)
+        return k * (self.per_component - k)
 
     @property
     def full(self) -> int:

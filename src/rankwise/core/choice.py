@@ -15,14 +15,17 @@ from torch import Tensor
 
 from rankwise.core.budget import CostCurve
 
+MOST = 1e150
+"""Scores beyond it count as it, so that a mean of them is a number."""
 
-def ranked_counts(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int, multiple: int = 1) -> list[int]:
+
+def ranked_counts(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int) -> list[int]:
     """Components kept per matrix when the best-scored of all matrices are taken first.
 
-    A step is one component, or `multiple` of them at their mean score. Where the next best step does not fit,
-    its matrix is closed and cheaper steps of other matrices fill what is left.
+    A step is one component, or a multiple of the matrix's own at their mean score, or from low rank to dense. Where
+    the next best step does not fit, its matrix is closed and cheaper steps of other matrices fill what is left.
     """
-    steps = [_steps(score, curve, multiple) for score, curve in zip(scores, curves, strict=True)]
+    steps = [_steps(score, curve) for score, curve in zip(scores, curves, strict=True)]
     counts = [0] * len(steps)
     if not steps:
         return counts
@@ -44,15 +47,19 @@ def ranked_counts(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: i
     return counts
 
 
-def _steps(score: Tensor, curve: CostCurve, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def _steps(score: Tensor, curve: CostCurve) -> tuple[Tensor, Tensor, Tensor]:
     """Score, cost and resulting count of each step of one matrix, best components first."""
     best_first = torch.nan_to_num(score.detach().double().cpu(), nan=-torch.inf).sort(descending=True).values
-    ends = torch.arange(multiple, len(best_first) + multiple, multiple).clamp(max=len(best_first))
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])
-    total = torch.cat([torch.zeros(1, dtype=torch.double), best_first.cumsum(0)])
-    mean = best_first if multiple == 1 else (total[ends] - total[starts]) / (ends - starts)
-    spent = curve.costs(ends)
-    return mean, spent.diff(prepend=torch.zeros(1, dtype=torch.long)), ends
+    ends = curve.stops()
+    nothing = torch.zeros(1, dtype=torch.long)
+    cost = curve.costs(ends).diff(prepend=nothing)
+    sizes = ends.diff(prepend=nothing)
+    if len(ends) == len(best_first):
+        return best_first, cost, ends
+    step = torch.arange(len(ends)).repeat_interleave(sizes)
+    mean = torch.zeros(len(ends), dtype=torch.double).index_add_(0, step, best_first.clamp(-MOST, MOST)) / sizes
+    # rounding must not put a step before the one that leads to it
+    return mean.cummin(0).values, cost, ends
 
 
 def worth(energy_R: Tensor, curve: CostCurve) -> Tensor:
@@ -62,8 +69,10 @@ def worth(energy_R: Tensor, curve: CostCurve) -> Tensor:
     That is the slope of the least concave curve above (parameters spent, energy kept): matrices that are taken in
     its order keep the most energy in all, but for the last one taken.
     """
-    spent: list[int] = curve.costs(torch.arange(len(energy_R) + 1)).tolist()
-    kept: list[float] = [0.0, *energy_R.double().cumsum(0).tolist()]
+    stops: list[int] = [0, *curve.stops().tolist()]
+    spent: list[int] = curve.costs(torch.tensor(stops)).tolist()
+    total: list[float] = [0.0, *energy_R.double().cumsum(0).tolist()]
+    kept = [total[k] for k in stops]
     corners = [0]
 
     def is_below(middle: int, left: int, right: int) -> bool:
@@ -71,22 +80,22 @@ def worth(energy_R: Tensor, curve: CostCurve) -> Tensor:
             spent[middle] - spent[left]
         )
 
-    for k in range(1, len(kept)):
-        while len(corners) > 1 and is_below(corners[-1], corners[-2], k):
+    for i in range(1, len(kept)):
+        while len(corners) > 1 and is_below(corners[-1], corners[-2], i):
             corners.pop()
-        corners.append(k)
+        corners.append(i)
     slopes = torch.zeros(len(energy_R), dtype=torch.float64)
     for left, right in pairwise(corners):
-        slopes[left:right] = (kept[right] - kept[left]) / max(spent[right] - spent[left], 1)
+        slopes[stops[left] : stops[right]] = (kept[right] - kept[left]) / max(spent[right] - spent[left], 1)
     return slopes
 
 
-def uniform_counts(curves: Sequence[CostCurve], room: int, multiple: int = 1) -> list[int]:
+def uniform_counts(curves: Sequence[CostCurve], room: int) -> list[int]:
     """Components kept per matrix when every matrix keeps the same fraction (FAC, AGP)."""
 
     def at(fraction: float) -> list[int]:
-        counts = [int(fraction * curve.num_components) // multiple * multiple for curve in curves]
-        # beyond the cap components are free
+        counts = [int(fraction * curve.num_components) // curve.multiple * curve.multiple for curve in curves]
+        # all components of a dense matrix are kept
         return [c.num_components if c(k) == c.cap else k for c, k in zip(curves, counts, strict=True)]
 
     def spent(counts: Sequence[int]) -> int:
@@ -101,9 +110,9 @@ def uniform_counts(curves: Sequence[CostCurve], room: int, multiple: int = 1) ->
     while True:
         steps = []
         for i, (curve, k) in enumerate(zip(curves, counts, strict=True)):
-            after = min(k + multiple, curve.num_components)
+            after = curve.next_stop(k)
             if after > k and curve(after) - curve(k) <= room:
-                steps.append((after / curve.num_components, i, after))
+                steps.append((min(k + curve.multiple, after) / curve.num_components, i, after))
         if not steps:
             return counts
         _, i, after = min(steps)

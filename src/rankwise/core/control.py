@@ -80,8 +80,6 @@ class Controller(State, ABC):
         limit: int,
         anneal_steps: int = 0,
         schedule: Callable[[int, int], float] = linear,
-        *,
-        rank_multiple: int = 1,
     ) -> None:
         super().__init__()
         self.matrices = tuple(matrices)
@@ -89,7 +87,6 @@ class Controller(State, ABC):
         self.limit = limit
         self.anneal_steps = anneal_steps
         self.schedule = schedule
-        self.rank_multiple = rank_multiple
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = Layout([matrix.gate.num_components for matrix in matrices])
         self._step, self._version = 0, self.steps._version

@@ -106,10 +106,10 @@ def penalty(gap: Tensor, lambda_1: Tensor | float, lambda_2: Tensor | float) -> 
 class ExpectedSize:
     """s(alpha) of all matrices together, as a function of the open probabilities of their components.
 
-    Per matrix the value is the cost of exporting the expected rank, never above dense; the gradient of a component is
-    its cost whether or not that cap holds, so that a full-rank start is no dead end. In the pivot layout, where k
-    components cost k (c - k), each has the mean cost c - k: what the last one costs is nothing in a square matrix of
-    full rank, which would be such an end.
+    Per matrix the value is the cost of exporting the expected rank, which is that of the dense matrix where low rank
+    does not pay; the gradient of a component is its cost also there, so that a full-rank start is no dead end. In the
+    pivot layout, where k components cost k (c - k), each has the mean cost c - k: what the last one costs is nothing in
+    a square matrix of full rank, which would be such an end.
     """
 
     def __init__(self, curves: Sequence[CostCurve], layout: Layout) -> None:
@@ -117,17 +117,19 @@ class ExpectedSize:
         self.sizes = torch.tensor(layout.sizes)
         self.costs = torch.tensor([curve.per_component for curve in curves], dtype=torch.float64)
         self.caps = torch.tensor([curve.cap for curve in curves], dtype=torch.float64)
+        self.thresholds = torch.tensor([curve.threshold for curve in curves], dtype=torch.float64)
         self.pivots = torch.tensor([curve.pivot for curve in curves], dtype=torch.float64)
 
     def __call__(self, open_probability: Tensor) -> Tensor:
         device = open_probability.device
         self.costs, self.caps, self.pivots = (t.to(device) for t in (self.costs, self.caps, self.pivots))
-        self.sizes = self.sizes.to(device)
+        self.sizes, self.thresholds = self.sizes.to(device), self.thresholds.to(device)
         p = open_probability.double()
         with torch.no_grad():
             ranks = self.layout.sums(p)
             mean = self.costs - self.pivots * torch.minimum(ranks, self.costs / 2)
-            value = torch.minimum(ranks * mean, self.caps).sum()
+            low_rank = ranks * mean
+            value = torch.where(low_rank >= self.thresholds, self.caps, low_rank).sum()
             of_component = mean.repeat_interleave(self.sizes, output_size=self.layout.total)
         uncapped = (of_component * p).sum()
         return uncapped + (value - uncapped).detach()
@@ -157,10 +159,9 @@ class LagrangianController(Controller):
         settings: Lagrangian,
         *,
         seed: int,
-        rank_multiple: int = 1,
     ) -> None:
         schedule = SCHEDULES[settings.schedule or ("cubic" if settings.recipe == "committed" else "linear")]
-        super().__init__(matrices, account, limit, settings.anneal_steps, schedule, rank_multiple=rank_multiple)
+        super().__init__(matrices, account, limit, settings.anneal_steps, schedule)
         self.settings = settings
         self.seed = seed
         self.distribution = settings.distribution
@@ -205,7 +206,7 @@ class LagrangianController(Controller):
 
     def counts(self, limit: int) -> list[int]:
         scores = [gate.alpha for gate in self.gates]
-        return ranked_counts(scores, self.account.curves, limit - self.account.fixed, self.rank_multiple)
+        return ranked_counts(scores, self.account.curves, limit - self.account.fixed)
 
     def order(self, i: int) -> Tensor:
         return self.gates[i].alpha.argsort(descending=True, stable=True)

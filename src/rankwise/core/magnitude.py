@@ -55,10 +55,8 @@ class MagnitudeController(Controller):
         account: Account,
         limit: int,
         settings: GradualPruning,
-        *,
-        rank_multiple: int = 1,
     ) -> None:
-        super().__init__(matrices, account, limit, settings.anneal_steps, cubic, rank_multiple=rank_multiple)
+        super().__init__(matrices, account, limit, settings.anneal_steps, cubic)
         self.settings = settings
         learned = sum(gate.num_components for gate in self.gates if gate.learned)
         self.register_buffer("moments", AdamState.zeros(learned))
@@ -71,7 +69,7 @@ class MagnitudeController(Controller):
         return self.account.size([int(gate.kept.sum()) for gate in self.gates])
 
     def counts(self, limit: int) -> list[int]:
-        return uniform_counts(self.account.curves, limit - self.account.fixed, self.rank_multiple)
+        return uniform_counts(self.account.curves, limit - self.account.fixed)
 
     def order(self, i: int) -> Tensor:
         return self._magnitudes(i).argsort(descending=True)

@@ -76,18 +76,18 @@ class GatedMatrix(nn.Module, ABC):
 class FactorizedMatrix(GatedMatrix):
     """W = P diag(z) Q: component k is the rank-1 matrix p_k q_k.  Paper: section 4.1."""
 
-    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate, *, pivot: bool = False) -> None:
+    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate, costs: CostCurve | None = None) -> None:
         super().__init__()
         assert p_OR.shape[1] == q_RI.shape[0] == gate.num_components
         self.shape = (p_OR.shape[0], q_RI.shape[1])
         self.p = p_OR
         self.q = q_RI
         self.gate = gate
-        self.pivot = pivot
-        """Whether it is exported in the pivot layout, rather than as a pair."""
+        self.costs = costs or factorized_curve(self.shape, gate.num_components)
+        """What an export costs, and so whether it is a pair, in the pivot layout, or dense."""
 
     def curve(self) -> CostCurve:
-        return factorized_curve(self.shape, self.gate.num_components, pivot=self.pivot)
+        return self.costs
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         return pair_linear(x_BI, self.pair(), bias_O)
@@ -116,16 +116,16 @@ class FactorizedMatrix(GatedMatrix):
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         p, q = self._kept(kept, z)
         precise = torch.promote_types(p.dtype, torch.float32)
-        if self.curve()(len(kept)) == self.out_features * self.in_features:
+        if self.costs(len(kept)) == self.costs.cap:
             return DenseExport(_like((p.to(precise) @ q.to(precise)).to(p.dtype), self.p))
-        if self.pivot:
+        if self.costs.pivot:
             return PivotExport(p.to(precise), q.to(precise), self.p)
         return LowRankExport(_like(p, self.p), _like(q, self.q))
 
     def suffers(self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool) -> bool:
         """Whether the pivot layout of the components `kept` would lose accuracy that a pair has in half precision."""
         dtype = dtype or self.p.dtype
-        if not self.pivot or dtype.itemsize > 2 or self.curve()(len(kept)) == self.out_features * self.in_features:
+        if not self.costs.pivot or dtype.itemsize > 2 or self.costs(len(kept)) == self.costs.cap:
             return False
         p, q = self._kept(kept, z)
         return rounding_error(p.to(dtype), q.to(dtype), by_columns=by_columns) > ROUNDING

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
+from rankwise.core.targets import find_target
 from rankwise.data.text import not_utf8
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.save import check_target, save_with
@@ -57,7 +58,8 @@ def compress_saved(
     *,
     vocabulary: Vocabulary | None = None,
     calibration: Calibration | None = None,
-    layout: Literal["pair", "pivot"] = "pivot",
+    layout: Literal["pair", "pivot"] | None = None,
+    target: str | None = None,
     embeddings: bool = False,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
@@ -69,15 +71,16 @@ def compress_saved(
         model: of any kind; with `calibration`, one of our language models.
         vocabulary: what `calibration` is read by.
         beside: JSON files that are written along with the model, by name.
-        budget, out, calibration, layout, embeddings, exclude, overwrite: as for models of transformers.
+        budget, out, calibration, layout, target, embeddings, exclude, overwrite: as for models of transformers.
     """
-    target = Path(out).resolve()
-    check_target(target, overwrite)
+    folder = Path(out).resolve()
+    check_target(folder, overwrite)
     plan = plan_of(model, embeddings=embeddings, exclude=exclude)
-    account = account_of(model, plan, Svd(layout=layout), trained=True)
+    where = find_target(target, model)
+    account = account_of(model, plan, Svd(layout=layout or where.layout), where, trained=True)
     data = {} if calibration is None else _data(model, calibration, vocabulary)
-    compress(model, budget, plan=plan, layout=layout, in_place=True, **data)
-    save_with(model, target, beside or {}, overwrite=overwrite)
+    compress(model, budget, plan=plan, layout=layout, target=target, in_place=True, **data)
+    save_with(model, folder, beside or {}, overwrite=overwrite)
     return SizeReport.of(model, account, budget)
 
 

@@ -21,7 +21,7 @@ from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
 from rankwise.methods import make_method
-from rankwise.pruner import Pruner
+from rankwise.pruner import Pruner, account_of
 
 ROUNDS = 7
 """Models that are built and timed: each halves what is not known of the size."""
@@ -101,9 +101,8 @@ class _Search:
     def smallest(self) -> int:
         """Parameters with one step of rank in every matrix."""
         method = make_method("fac")
-        curves = [method.curve(site, trained=False) for site in self.plan.sites]
-        fixed = count(self.model) - self.plan.params
-        return fixed + sum(curve(min(self.rank_multiple, curve.num_components)) for curve in curves)
+        account = account_of(self.model, self.plan, method, rank_multiple=self.rank_multiple, trained=False)
+        return account.size([min(self.rank_multiple, curve.num_components) for curve in account.curves])
 
     def trial(self, limit: int) -> _Trial:
         """Build and time a model of `limit` parameters, layers dense that are faster so."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.memory import return_large_blocks, trim
+from rankwise.core.targets import find_target
 from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
 from rankwise.deploy.inputs import positions_of
 from rankwise.errors import CheckpointError, DataError, RankwiseError
@@ -32,7 +33,8 @@ def compress_pretrained(
     out: str | os.PathLike[str],
     *,
     calibration: Calibration | None = None,
-    layout: Literal["pair", "pivot"] = "pivot",
+    layout: Literal["pair", "pivot"] | None = None,
+    target: str | None = None,
     embeddings: bool = False,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
@@ -44,13 +46,14 @@ def compress_pretrained(
         budget: the size asked for.
         out: where to; any `from_pretrained` loads it after `import rankwise`.
         calibration: text on which outputs are measured; without it the error of the weights themselves is least.
-        layout: how a matrix of low rank is stored.
+        layout: how a matrix of low rank is stored: by default as a pair; "pivot" is smaller and slower.
+        target: where the model will run, "cuda", "cpu" or "size"; by default the device that it is compressed on.
         embeddings: compress tables of words too, and the output layers that are tied to them.
         exclude: names of layers that stay as they are.
         overwrite: replace a model that was saved under this name before.
     """
-    target = Path(out).resolve()
-    check_target(target, overwrite)
+    folder = Path(out).resolve()
+    check_target(folder, overwrite)
     return_large_blocks()
     windows = None
     if calibration is not None:
@@ -59,7 +62,8 @@ def compress_pretrained(
         trim()
     found = load_model(model)
     plan = plan_of(found, embeddings=embeddings, exclude=exclude)
-    account = account_of(found, plan, Svd(layout=layout), trained=True)
+    where = find_target(target, found)
+    account = account_of(found, plan, Svd(layout=layout or where.layout), where, trained=True)
     data: dict[str, Any] = {}
     if calibration is not None and windows is not None:
         _check_windows(found, windows)
@@ -67,10 +71,10 @@ def compress_pretrained(
         data["loss_batches"] = [{"input_ids": window[None, : calibration.loss_window]} for window in windows]
         data["loss"] = sampled_loss()
     with _without_cache(found):
-        compress(found, budget, plan=plan, layout=layout, in_place=True, **data)
+        compress(found, budget, plan=plan, layout=layout, target=target, in_place=True, **data)
     size = SizeReport.of(found, account, budget)
     tokenizer = load_tokenizer(model, needed=False)
-    save_pretrained(found, target, tokenizer=tokenizer, size=size, base_model=model, overwrite=overwrite)
+    save_pretrained(found, folder, tokenizer=tokenizer, size=size, base_model=model, overwrite=overwrite)
     return size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from rankwise.core.factorize import Factors, Moments, svd, svd_of_pair
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, Source
+from rankwise.core.targets import Target
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,22 @@ class Method(ABC):
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
         """What exporting k components of `site` costs; `trained` says that its weights are worth keeping."""
 
+    def aimed(self, site: Site, curve: CostCurve, target: Target, rank_multiple: int | None) -> CostCurve:
+        """`curve` with the ranks that `target` wants; `rank_multiple`, where it is given, is what the user wants."""
+        full_rank = min(site.shape) if site.pair_rank is None else site.pair_rank
+        return replace(curve, multiple=rank_multiple or target.rank_multiple(full_rank))
+
     @abstractmethod
-    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+    def represent(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         """The gated matrix that takes the place of `source`."""
 
     def overhead_bytes(self, site: Site) -> int:
         """Bytes that an exported `site` saves beside its parameters."""
         return 0
 
-    def allot(self, account: Account, limit: int, rank_multiple: int) -> Account:
+    def allot(self, account: Account, limit: int) -> Account:
         """The books once the ranks that are chosen before training are chosen."""
         return account
 
@@ -68,9 +76,7 @@ class Method(ABC):
         """A gate over the components of one matrix."""
 
     @abstractmethod
-    def controller(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
-    ) -> Controller:
+    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
         """What moves the gates."""
 
 

@@ -22,10 +22,8 @@ class LearnedGates(Method, Lagrangian):
     def gate(self, num_components: int) -> Gate:
         return HardConcreteGate(num_components, self.distribution, open_probability=self.open_probability)
 
-    def controller(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
-    ) -> Controller:
-        return LagrangianController(matrices, account, limit, self, seed=seed, rank_multiple=rank_multiple)
+    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
+        return LagrangianController(matrices, account, limit, self, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +34,28 @@ class MagnitudeGates(Method, GradualPruning):
         # a diagonal over single weights would only rename them
         return MagnitudeGate(num_components, learned=not self.counts_nonzeros)
 
-    def controller(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
-    ) -> Controller:
-        return MagnitudeController(matrices, account, limit, self, rank_multiple=rank_multiple)
+    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
+        return MagnitudeController(matrices, account, limit, self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformRanks(Method):
     """Every matrix keeps the same fraction of its components, from the start.  Paper: FAC, section 5."""
 
-    def allot(self, account: Account, limit: int, rank_multiple: int) -> Account:
-        counts = uniform_counts(account.curves, limit - account.fixed, rank_multiple)
+    def allot(self, account: Account, limit: int) -> Account:
+        counts = uniform_counts(account.curves, limit - account.fixed)
         curves = (replace(curve, num_components=k) for curve, k in zip(account.curves, counts, strict=True))
         return replace(account, curves=tuple(curves))
 
     def gate(self, num_components: int) -> Gate:
         return Gate(num_components)
 
-    def controller(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
-    ) -> Controller:
-        return UniformController(matrices, account, limit, rank_multiple=rank_multiple)
+    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
+        return UniformController(matrices, account, limit)
 
 
 class UniformController(FixedController):
     """The same fraction of every matrix."""
 
     def counts(self, limit: int) -> list[int]:
-        return uniform_counts(self.account.curves, limit - self.account.fixed, self.rank_multiple)
+        return uniform_counts(self.account.curves, limit - self.account.fixed)

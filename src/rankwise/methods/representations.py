@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -20,6 +20,7 @@ from rankwise.core.matrices import (
     masked_curve,
 )
 from rankwise.core.plan import Site, Source
+from rankwise.core.targets import Target
 from rankwise.methods.base import Factorizer, Method, as_parameter, factors
 
 
@@ -59,9 +60,17 @@ class Factorized(Method):
             rank = min(site.pair_rank, full) if self.refactors(trained) else site.pair_rank
         return factorized_curve(site.shape, rank, pivot=self.pivots(site))
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+    def aimed(self, site: Site, curve: CostCurve, target: Target, rank_multiple: int | None) -> CostCurve:
+        curve = super().aimed(site, curve, target, rank_multiple)
+        # dense is no way out for a pair that the model holds: it has more parameters; nor where the smallest is wanted
+        dense_from = target.dense_from(curve.cap) if site.pair_rank is None and not curve.pivot else None
+        return replace(curve, dense_from=dense_from)
+
+    def represent(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         p, q = factors(site, source, gate.num_components, factorizer, anew=self.refactors(factorizer.keeps))
-        return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
+        return FactorizedMatrix(p, q, gate, curve)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +101,13 @@ class InputFeatures(Method):
         # the mask of `SelectedLinear`
         return site.shape[1] * len(site.uses) if site.pair_rank is None else 0
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+    def represent(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         if site.pair_rank is None:
             return InputGatedMatrix(_weight(source), gate)
         p, q = factors(site, source, gate.num_components, factorizer)
-        return FactorizedMatrix(p, q, gate, pivot=site.pivot)
+        return FactorizedMatrix(p, q, gate, curve)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +120,13 @@ class SingleWeights(Method):
     def curve(self, site: Site, *, trained: bool) -> CostCurve:
         return masked_curve(site.shape)
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+    def aimed(self, site: Site, curve: CostCurve, target: Target, rank_multiple: int | None) -> CostCurve:
+        # the shape stays, so that it is the same everywhere
+        return replace(curve, multiple=rank_multiple or 1)
+
+    def represent(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         return MaskedMatrix(_weight(source), gate)
 
 

@@ -26,12 +26,14 @@ class Svd(Factorized):
     def gate(self, num_components: int) -> Gate:
         return ScoredGate(num_components)
 
-    def represent(self, site: Site, source: Source, gate: Gate, factorizer: Factorizer) -> GatedMatrix:
+    def represent(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         assert isinstance(gate, ScoredGate)
         made = factorizer.make(site, source, gate.num_components)
-        gate.scores.copy_(self.scores(site, made.energy_R, self.curve(site, trained=True)))
+        gate.scores.copy_(self.scores(site, made.energy_R, curve))
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
-        return FactorizedMatrix(p, q, gate, pivot=self.pivots(site))
+        return FactorizedMatrix(p, q, gate, curve)
 
     def scores(self, site: Site, energy_R: Tensor, curve: CostCurve, *, comparable: bool = False) -> Tensor:
         """What each component is worth per parameter; `comparable` says that energies of all sites are in one unit.
@@ -44,10 +46,8 @@ class Svd(Factorized):
             energy_R = share * math.sqrt(math.prod(site.shape))
         return worth(energy_R, curve)
 
-    def controller(
-        self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int, rank_multiple: int
-    ) -> Controller:
-        return ScoredController(matrices, account, limit, rank_multiple=rank_multiple)
+    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
+        return ScoredController(matrices, account, limit)
 
 
 class ScoredGate(Gate):
@@ -65,4 +65,4 @@ class ScoredController(FixedController):
 
     def counts(self, limit: int) -> list[int]:
         scores = [gate.scores for gate in self.gates if isinstance(gate, ScoredGate)]
-        return ranked_counts(scores, self.account.curves, limit - self.account.fixed, self.rank_multiple)
+        return ranked_counts(scores, self.account.curves, limit - self.account.fixed)
