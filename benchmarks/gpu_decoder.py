@@ -1,0 +1,168 @@
+"""A decoder compressed at once, timed on a GPU: `python benchmarks/gpu_decoder.py [--layers 2] [--record FILE]`.
+
+A decoder of Llama's shape in bfloat16 (width 4096, inner 11008, 32 heads, 32,000 words) with random weights whose
+singular values fall as those of trained ones do: of weights without structure, some matrices would be kept whole and
+the rest dropped. 30% of it is removed by `rankwise.compress`: as it does by default, with odd ranks, in multiples of
+16, and in the pivot layout. Decoding (one token, batch 1 and 32) and prefill (2048 tokens) are replayed as CUDA graphs,
+all models of a case in turns. `--tiny` is a dry run of everything on any machine, without graphs: its times mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from harness import commit, hardware, interleaved
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.deploy.compress import plan_of
+from rankwise.deploy.engines import engine
+
+SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32_000}
+TINY = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 500}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "odd ranks": {"rank_multiple": 1},
+    "multiples of 16": {"rank_multiple": 16},
+    "pivot": {"layout": "pivot"},
+}
+CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 2048 tokens": (1, 2048)}
+TINY_CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 64 tokens": (1, 64)}
+DECAY = 0.6
+"""The k-th singular value is about k to the power of minus this."""
+
+
+class Last(nn.Module):
+    """The logits of the last token: what a step of serving computes, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+
+def build(shape: dict[str, int], layers: int, device: str) -> nn.Module:
+    """A decoder without a tied output layer."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **shape, num_hidden_layers=layers, max_position_embeddings=4096, tie_word_embeddings=False
+    )
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                rank = min(module.weight.shape)
+                s_R = torch.arange(1, rank + 1, device=device) ** -DECAY
+                p_OR, q_RI = (torch.randn(size, rank, device=device) / size**0.5 for size in module.weight.shape)
+                weight_OI = (p_OR * s_R) @ q_RI.T
+                module.weight.copy_(weight_OI * 0.02 / weight_OI.std())
+    return model.eval()
+
+
+def ranks(model: nn.Module, names: list[str]) -> list[int | str]:
+    """The rank of every planned matrix, or that it is dense."""
+    found: list[int | str] = []
+    for name in names:
+        module = model.get_submodule(name)
+        found.append(module[0].out_features if isinstance(module, nn.Sequential) else "dense")
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
+    return {"median": statistics.median(values), "p20": p20, "p80": p80}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--removed", type=float, default=0.3)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.tiny:
+        parser.error("there must be a GPU, but torch finds none. For a dry run: --tiny.")
+
+    dense = build(TINY if options.tiny else SHAPE, options.layers, device)
+    plan = plan_of(dense, embeddings=False, exclude=[])
+    names = [site.name for site in plan.sites]
+    models = {"dense": dense}
+    rows: dict[str, dict[str, Any]] = {"dense": {"parameters": rw.count(dense)}}
+    for name in options.variants.split(","):
+        start = time.perf_counter()
+        budget = rw.Budget(removed=options.removed)
+        # a dry run shows what a GPU gets
+        models[name] = rw.compress(dense, budget, plan=plan, **{"target": "cuda", **VARIANTS[name]}).eval()
+        rows[name] = {
+            "parameters": rw.count(models[name]),
+            "seconds": round(time.perf_counter() - start, 1),
+            "ranks": dict(zip(names, ranks(models[name], names), strict=True)),
+        }
+        most = Counter(map(str, rows[name]["ranks"].values())).most_common(6)
+        print(f"{name}: {rows[name]['parameters']:,} parameters in {rows[name]['seconds']} s, {most}", flush=True)
+
+    cases = TINY_CASES if options.tiny else CASES
+    for case, (batch, length) in cases.items():
+        tokens = torch.randint(0, dense.config.vocab_size, (batch, length), device=device)
+        times = interleaved(prepare(models, tokens, "torch" if options.tiny else "graph", device), options.repeats)
+        for name, taken in times.items():
+            rows[name][case] = {
+                "milliseconds": spread([1e3 * t for t in taken]),
+                # above 1: faster than dense
+                "speed": spread([a / b for a, b in zip(times["dense"], taken, strict=True)]),
+            }
+    print(f"\n{table(rows, list(cases))}")
+    if options.record is not None:
+        record = {
+            "name": "gpu-decoder",
+            "settings": {key: value for key, value in vars(options).items() if key != "record"},
+            "rows": [{"name": name, **row} for name, row in rows.items()],
+            "seed": 0,
+            "date": date.today().isoformat(),
+            "hardware": hardware(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rankwise": rw.__version__,
+            "commit": commit(),
+        }
+        options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def prepare(models: dict[str, nn.Module], tokens: Tensor, how: str, device: str) -> dict[str, Callable[[], object]]:
+    return {name: engine(how, device).prepare(Last(model), (tokens,)) for name, model in models.items()}
+
+
+def table(rows: dict[str, dict[str, Any]], cases: list[str]) -> str:
+    """Milliseconds, and in brackets the speed against dense, median and spread (20th to 80th percentile)."""
+    lines = ["| | parameters | " + " | ".join(cases) + " |", "|---|---|" + "---|" * len(cases)]
+    for name, row in rows.items():
+        cells = []
+        for case in cases:
+            ms, speed = row[case]["milliseconds"], row[case]["speed"]
+            of_dense = "" if name == "dense" else f" ({speed['median']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f})"
+            cells.append(f"{ms['median']:.3f} ms{of_dense}")
+        lines.append(f"| {name} | {row['parameters']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
