@@ -1,8 +1,9 @@
 """Targets: where a compact model will run, and what a low rank must be there so that it is not slower than dense.
 
-A row of `TARGETS` per target. Measured on an H200 with decoders of width 4096: odd ranks make them 3.4 times slower at
-prefill than dense ones, multiples of 16 and of 64 make them faster; and by the two products that a pair is, instead of
-one, a pair of more than about four fifths of the dense parameters gains nothing when tokens come one by one.
+A row of `TARGETS` per target. Measured on an H200 with decoders of width 4096: odd ranks make them 3.4 times slower
+than dense ones at prefill, multiples of 16 and of 64 make them faster. A pair is two products instead of one: times at
+half and at 70% of the dense parameters, drawn on in a line, meet the dense ones between 70% (token by token) and 100%
+(prefill). `benchmarks/gpu_decoder.py` times it.
 """
 
 from __future__ import annotations
