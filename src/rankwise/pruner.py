@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -23,10 +23,14 @@ from rankwise.core.control import Controller
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, refusal, source
+from rankwise.core.ranks import Ranks
 from rankwise.core.surgery import install
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -47,6 +51,10 @@ class Pruner:
         calibration: with init="whitened", batches of input for `model`.
         rank_multiple: keep ranks at multiples of this number, for hardware.
         seed: of the gates' noise, and of random factors.
+        process_group: over which gradients of gates are averaged, as those of weights are. None: that of the
+            `DistributedDataParallel` through which the model is called; without one, gates learn from their own
+            process alone, and where there are several a warning says so. If you average gradients in another way, pass
+            the group, such as `torch.distributed.group.WORLD`. False: every process trains a model of its own.
         settings: the method's own, such as `anneal_steps` or `gate_lr`.
     """
 
@@ -61,9 +69,11 @@ class Pruner:
         calibration: Iterable[Any] | None = None,
         rank_multiple: int = 1,
         seed: int = 0,
+        process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        ranks = Ranks(process_group)
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
@@ -90,6 +100,8 @@ class Pruner:
         self.controller: Controller = self.method.controller(
             matrices, self.account, self.limit, seed=seed, rank_multiple=rank_multiple
         )
+        self.controller.ranks = ranks
+        self.controller.trained = model.parameters
         for matrix in matrices:
             matrix.gate.attend(self.controller)
         if matrices:
@@ -104,6 +116,14 @@ class Pruner:
         With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`.
         """
         self.controller.advance(grad_scale)
+
+    def zero_grad(self) -> None:
+        """Drop what the gates have collected since the last step, as `optimizer.zero_grad()` does for weights.
+
+        Seldom needed: that `optimizer.zero_grad()` has thrown away a batch is seen by the next backward pass. Only in
+        compiled models and those of a single matrix it can miss `zero_grad(set_to_none=False)`.
+        """
+        self.controller.forget_gradients()
 
     @property
     def steps(self) -> int:
