@@ -21,6 +21,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from models import Spec, batch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
@@ -85,12 +87,15 @@ def make(method: str = "flop-l0", seed: int = 0, **extra: Any) -> rw.Pruner:
     return rw.Pruner(SPEC.build().double(), rw.Budget(removed=0.4), method, **METHODS[method], **extra)
 
 
-def train(pruner: rw.Pruner, call: nn.Module, steps: range, share: tuple[int, int] = (0, 1), first: int = 0) -> State:
-    """Steps on a share of every batch; the end state. By hand where `share` is without a wrapper."""
+def train(
+    pruner: rw.Pruner, call: Any, steps: range, share: tuple[int, int] = (0, 1), first: int = 0, parts: int = 1
+) -> State:
+    """Steps on a share of every batch; the end state. Gradients are averaged by hand where no wrapper does it."""
     optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
     for step in steps:
         tokens = batch(SPEC, size=8, seed=first + step).chunk(share[1])[share[0]]
-        F.cross_entropy(call(tokens).flatten(0, -2), tokens.flatten()).backward()
+        for part in tokens.chunk(parts):
+            (F.cross_entropy(call(part).flatten(0, -2), part.flatten()) / parts).backward()
         if call is pruner.model and share[1] > 1:
             for parameter in pruner.weight_parameters():
                 dist.all_reduce(parameter.grad)
@@ -98,7 +103,8 @@ def train(pruner: rw.Pruner, call: nn.Module, steps: range, share: tuple[int, in
         optimizer.step()
         optimizer.zero_grad()
         pruner.step()
-    return {**state_of(pruner), **{key: value.clone() for key, value in pruner.model.named_parameters()}}
+    weights = {key: getattr(value, "full_tensor", value.clone)() for key, value in pruner.model.named_parameters()}
+    return {**state_of(pruner), **{key: value.detach() for key, value in weights.items()}}
 
 
 ALONE = range(4)
@@ -178,6 +184,9 @@ def cases(rank: int) -> dict[str, Any]:
         pruner = make()
         compiled: Any = torch.compile(DistributedDataParallel(pruner.model), backend="eager")
         seen["compiled"] = train(pruner, compiled, ALONE, (rank, RANKS))
+        pruner = make()
+        sharded = fully_shard(pruner.model, mesh=init_device_mesh("cpu", (RANKS,)))
+        seen["sharded"] = train(pruner, lambda tokens: sharded(tokens), ALONE, (rank, RANKS), parts=2)
         for name in LOADED:
             seen[f"loaded {name}"] = loaded(name, rank)
     with told(messages["warned"]):
@@ -275,7 +284,7 @@ def test_a_process_is_told_once_that_its_gates_learn_alone(ranks: Any) -> None:
         assert results["messages"]["silent"] == []
 
 
-@pytest.mark.parametrize("case", ["averaged by hand", "compiled"])
+@pytest.mark.parametrize("case", ["averaged by hand", "compiled", "sharded"])
 def test_ranks_that_average_in_other_ways_give_what_one_gives(ranks: Any, case: str) -> None:
     pruner = make()
     truth = train(pruner, pruner.model, ALONE)

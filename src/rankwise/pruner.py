@@ -101,7 +101,7 @@ class Pruner:
             matrices, self.account, self.limit, seed=seed, rank_multiple=rank_multiple
         )
         self.controller.ranks = ranks
-        self.controller.trained = model.parameters
+        self.controller.modules_of_model = model.modules
         for matrix in matrices:
             matrix.gate.attend(self.controller)
         if matrices:

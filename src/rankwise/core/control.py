@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ class Controller(State, ABC):
         """The components in the order of `Layout.open_first`, always in the same memory."""
         self.ranks = Ranks()
         self.discards = Discards()
-        self.trained: Callable[[], Iterable[nn.Parameter]] = self._own_parameters
-        """The parameters of the model."""
+        self.modules_of_model: Callable[[], Iterable[nn.Module]] = partial(tuple, matrices)
+        """The model's modules, or those that are known of it."""
 
     @property
     def gates(self) -> list[Gate]:
@@ -161,6 +162,7 @@ class Controller(State, ABC):
             raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
         self.make_ready(evaluation=False)
         was_frozen, uses_gradient = self.frozen, self.uses_gradient
+        self.ranks.find_mesh(weight for matrix in self.matrices for weight in matrix.parameters())
         if uses_gradient:
             self.ranks.warn_if_alone()
         # also where it is of no use: a rank that is at another step must not leave the others waiting
@@ -276,9 +278,6 @@ class Controller(State, ABC):
         told = repr((*arguments, getattr(self, "settings", None), getattr(self, "seed", None)))
         state = [tensor for module in (self, *self.gates) for tensor in module._buffers.values() if tensor is not None]
         return {"arguments": zlib.crc32(told.encode()), "steps": self._step, "gates": checksum(*state)}
-
-    def _own_parameters(self) -> Iterable[nn.Parameter]:
-        return (parameter for matrix in self.matrices for parameter in matrix.parameters())
 
     def fill(self, z: Tensor, numbers: Sequence[int] | None = None, *, binary: bool = False) -> None:
         """Hand a flat vector of z to the gates, with the indices of its open components where they are few.

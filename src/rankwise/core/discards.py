@@ -26,7 +26,8 @@ class Discards:
 
     Gradients that were set to None, as `zero_grad()` does, are told by identity: what is there now is not what the
     last backward pass left. Those that are set to zero in place (`set_to_none=False`) are told by value, on their
-    device. Gradients that do not outlive their backward pass, as where a hook takes the optimizer's step, say nothing.
+    device. Gradients that do not outlive their backward pass say nothing: where a hook takes the optimizer's step, or
+    where parameters are sharded and those of the pass are not those of the optimizer (FSDP2).
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,8 @@ class Discards:
         self._left: list[tuple[nn.Parameter, TensorWeakRef]] = []
         """What the last backward pass left."""
         self._lasting: set[nn.Parameter] | None = None
-        """Parameters whose gradient stays from step to step: set to zero in place, or by nobody."""
+        """Parameters whose gradient stays from step to step: zeroed in place, or by nobody. None: not yet known."""
+        self._is_sharded = False
 
     def __reduce__(self) -> tuple[type[Discards], tuple[()]]:
         # of a copy, other tensors are watched
@@ -82,11 +84,17 @@ class Discards:
             stayed = {weight for weight, left in self._left if weight.grad is not None and weight.grad is left()}
             self._lasting = (self._lasting or set()).difference(weight for weight, _ in self._left) | stayed
         watched: list[nn.Parameter] = []
-        if self._lasting is not None:
+        if self._lasting is None:
+            self._is_sharded = any(map(_shards, controller.modules_of_model()))
+        else:
             # one of each matrix is enough
             own = (_with_gradient(matrix._parameters.values(), self._lasting) for matrix in controller.matrices)
             watched = [weight for weights in own for weight in weights[:1]]
-        watched = watched or _with_gradient(controller.trained())
+        if not watched:
+            everywhere = (module._parameters.values() for module in controller.modules_of_model())
+            watched = _with_gradient(weight for weights in everywhere for weight in weights)
+        if self._is_sharded:
+            watched = []
         self._left = [(weight, TensorWeakRef(weight.grad)) for weight in watched]  # type: ignore[arg-type]
 
 
@@ -128,3 +136,7 @@ def _with_gradient(
     parameters: Iterable[nn.Parameter | None], without: Container[nn.Parameter] = ()
 ) -> list[nn.Parameter]:
     return [one for one in parameters if one is not None and one.grad is not None and one not in without]
+
+
+def _shards(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__)

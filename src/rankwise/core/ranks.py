@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
@@ -33,7 +33,7 @@ class Ranks:
 
     Args:
         asked: that group; False for a process on its own; None for the group of the `DistributedDataParallel` that
-            wraps the model, which is found when the model is first called through it.
+            wraps the model, found when the model is first called through it, or for that of sharded parameters.
     """
 
     def __init__(self, asked: AskedGroup = None) -> None:
@@ -75,6 +75,16 @@ class Ranks:
             self.group, self._agreed, self._steps = wrapper.process_group, False, None
         return True
 
+    def find_mesh(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the group from sharded parameters (FSDP2), where none is known; call it between two steps."""
+        if self.group is not None or self.asked is False or not (dist.is_available() and dist.is_initialized()):
+            return
+        for mesh in (getattr(parameter, "device_mesh", None) for parameter in parameters):
+            if mesh is not None:
+                is_world = mesh.size() == dist.get_world_size()
+                self.group = dist.group.WORLD if is_world else mesh.get_group() if mesh.ndim == 1 else None
+            return
+
     def warn_if_alone(self) -> None:
         """Once: this process is one of several, and nothing says whether they train one model."""
         if self._warned or self.group is not None or self.asked is False:
@@ -107,7 +117,8 @@ class Ranks:
         One call to the others, whatever the state of this rank, so that none waits for one that is elsewhere.
         """
         steps = flat.new_zeros(self.size)
-        steps[dist.get_rank(self.group)] = step % EXACT
+        # not by assignment, for which a GPU is waited for
+        steps[dist.get_rank(self.group)].fill_(step % EXACT)
         both = torch.cat([flat, steps])
         dist.all_reduce(both, group=self.group)
         flat, steps = torch.split(both, [len(flat), self.size])
