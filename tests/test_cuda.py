@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import Spec, batch
 from test_pruner import METHODS, PRUNING
 from torch import nn
 
 import rankwise as rw
+from rankwise.core.ranks import Ranks
 from rankwise.kernels.linear import linear
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 
@@ -105,3 +109,44 @@ def test_products_in_half_precision_are_f_linear(inputs: int, outputs: int, bias
     for got, want in zip(*answers, strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-1)
+
+
+def test_averaging_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    """The steps of other ranks are looked at one step later."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ranks, flat = Ranks(dist.group.WORLD), torch.arange(5.0, device="cuda")
+        ranks.average(flat, 0)
+        torch.cuda.set_sync_debug_mode("error")
+        assert ranks.average(flat, 1).shape == flat.shape
+        torch.cuda.set_sync_debug_mode("default")
+        ranks.check_steps()
+        torch.testing.assert_close(ranks.average(flat, 2), flat)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_batch_that_is_thrown_away_leaves_nothing_behind_and_waits_for_nothing(to_none: bool) -> None:
+    spec = Spec(num_words=40, width=16, back="tied", parts=("linear", "pair"))
+    ends = []
+    for factors in ((1.0, 1.0, 1.0), (1.0, float("nan"), 1.0, 3.0, 1.0)):
+        torch.manual_seed(0)
+        model = spec.build().cuda()
+        pruner = rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=100, open_probability=0.9)
+        optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
+        for i, factor in enumerate(factors):
+            for part in range(2):
+                tokens = batch(spec, seed=part).cuda()
+                loss = F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten()) * factor
+                torch.cuda.set_sync_debug_mode("error" if i else "default")
+                loss.backward()
+                torch.cuda.set_sync_debug_mode("default")
+            if factor == 1.0:
+                optimizer.step()
+                pruner.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        ends.append(pruner.state_dict())
+    for key, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][key], rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,12 +24,16 @@ from rankwise.core.control import Controller
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, refusal, source
+from rankwise.core.ranks import Ranks
 from rankwise.core.surgery import install
 from rankwise.core.targets import Target, find_target
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
 from rankwise.methods.representations import Factorized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -52,6 +56,10 @@ class Pruner:
         target: where the compact model will run, "cuda", "cpu" or "size" (`rankwise.core.targets`); by default the
             device that `model` is on.
         seed: of the gates' noise, and of random factors.
+        process_group: over which gradients of gates are averaged, as those of weights are. None: that of the
+            `DistributedDataParallel` through which the model is called; without one, gates learn from their own
+            process alone, and where there are several a warning says so. If you average gradients in another way, pass
+            the group, such as `torch.distributed.group.WORLD`. False: every process trains a model of its own.
         settings: the method's own, such as `anneal_steps` or `gate_lr`.
     """
 
@@ -67,9 +75,11 @@ class Pruner:
         rank_multiple: int | None = None,
         target: str | Target | None = None,
         seed: int = 0,
+        process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        ranks = Ranks(process_group)
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
@@ -93,6 +103,8 @@ class Pruner:
             del found
             trim()
         self.controller: Controller = self.method.controller(matrices, self.account, self.limit, seed=seed)
+        self.controller.ranks = ranks
+        self.controller.modules_of_model = model.modules
         for matrix in matrices:
             matrix.gate.attend(self.controller)
         if matrices:
@@ -107,6 +119,14 @@ class Pruner:
         With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`.
         """
         self.controller.advance(grad_scale)
+
+    def zero_grad(self) -> None:
+        """Drop what the gates have collected since the last step, as `optimizer.zero_grad()` does for weights.
+
+        Seldom needed: that `optimizer.zero_grad()` has thrown away a batch is seen by the next backward pass. Only in
+        compiled models and those of a single matrix it can miss `zero_grad(set_to_none=False)`.
+        """
+        self.controller.forget_gradients()
 
     @property
     def steps(self) -> int:

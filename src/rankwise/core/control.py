@@ -4,22 +4,25 @@ Paper: section 4.3 (one mask per batch, drawn for the whole model).
 
 The forward pass is a deterministic function of (weights, gate state, step): masks are made here, once per step,
 for all gates. A controller's state lies in buffers, so a checkpoint of `model.state_dict()` resumes a run, and
-every rank of a distributed run makes the same masks without talking.
+every rank of a distributed run makes the same masks without talking (`rankwise.core.ranks`).
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.core.budget import Account
+from rankwise.core.discards import Discards
 from rankwise.core.gates import FEW, Gate, Mask, State
 from rankwise.core.matrices import GatedMatrix
+from rankwise.core.ranks import Ranks, checksum
 from rankwise.core.schedules import linear
 from rankwise.errors import RankwiseError
 
@@ -93,6 +96,10 @@ class Controller(State, ABC):
         self._drawn = self._standing = False
         self._index: Tensor | None = None
         """The components in the order of `Layout.open_first`, always in the same memory."""
+        self.ranks = Ranks()
+        self.discards = Discards()
+        self.modules_of_model: Callable[[], Iterable[nn.Module]] = partial(tuple, matrices)
+        """The model's modules, or those that are known of it."""
 
     @property
     def gates(self) -> list[Gate]:
@@ -137,26 +144,42 @@ class Controller(State, ABC):
     def draw(self) -> None:
         """Make the training masks of the current step."""
 
+    @property
+    def uses_gradient(self) -> bool:
+        """Whether this step moves gates by the gradient of the loss."""
+        return False
+
     @abstractmethod
-    def update(self, grad_scale: float) -> None:
-        """Move the gates by the gradients collected in `z.grad`."""
+    def update(self, grad: Tensor) -> None:
+        """Move the gates by dL/dz of all of them, a flat vector; called where the gradient is used."""
 
     def advance(self, grad_scale: float = 1.0) -> None:
         """One training step: move the gates, then the target, then draw new masks."""
         if not (grad_scale > 0):
             raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
         self.make_ready(evaluation=False)
-        was_frozen = self.frozen
-        self.update(grad_scale)
-        for gate in self.gates:
-            if gate.z is not None:
-                gate.z.grad = None
+        was_frozen, uses_gradient = self.frozen, self.uses_gradient
+        self.ranks.find_mesh(weight for matrix in self.matrices for weight in matrix.parameters())
+        if uses_gradient:
+            self.ranks.warn_if_alone()
+        # also where it is of no use: a rank that is at another step must not leave the others waiting
+        if uses_gradient or (self.learns and self.ranks.size > 1):
+            grad = self.gradient(grad_scale)
+            if uses_gradient:
+                self.update(grad)
+        self.forget_gradients()
         self._step += 1
         self.steps.fill_(self._step)
         self._version = self.steps._version
         if not was_frozen:
             self._drawn = self._standing = False
         self.make_ready(evaluation=False)
+
+    def forget_gradients(self) -> None:
+        """Drop what backward passes have collected in `z.grad`."""
+        for gate in self.gates:
+            if gate.z is not None:
+                gate.z.grad = None
 
     def choose(self, limit: int) -> list[Tensor]:
         """The components each matrix keeps in an export of at most `limit` parameters, in ascending order."""
@@ -165,9 +188,11 @@ class Controller(State, ABC):
 
     def make_ready(self, *, evaluation: bool) -> None:
         """Make the masks that are about to be used, unless they stand already."""
-        # as averages of weights do; buffers that ranks send each other before every step stay as they are
+        is_new = self.ranks.meet(self)
+        # as averages of weights do. DistributedDataParallel sends the first rank's buffers at first, and then before
+        # every step what all ranks hold already, for which a GPU must not be waited for
         is_overwritten = self.steps._version != self._version
-        if is_overwritten and (evaluation or not (dist.is_available() and dist.is_initialized())):
+        if is_overwritten and (evaluation or is_new or not self.ranks.wrapped):
             self.outdate()
         if self.is_ready(evaluation=evaluation):
             return
@@ -179,6 +204,7 @@ class Controller(State, ABC):
             else:
                 self._drawn = True
                 self.draw()
+                self.discards.listen(self)
 
     # the mark of `torch.compiler.assume_constant_result`, which would import the compiler: called when a model is
     # traced, and no part of its graph
@@ -224,21 +250,31 @@ class Controller(State, ABC):
 
     def gradient(self, grad_scale: float) -> Tensor:
         """dL/dz of all gates as one flat vector: averaged over ranks, loss scale removed, zero if not finite."""
-        grads = [gate.z.grad if gate.z is not None else None for gate in self.gates]
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        ranks = self.ranks.size
+        gates = [gate for gate in self.gates if gate.z is not None]
+        grads = [None if gate.z is None else gate.z.grad for gate in gates]
         # one rank alone may have had nothing to learn from; it must not leave the others waiting
         if ranks == 1 and all(grad is None for grad in grads):
             raise RankwiseError(
                 "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
                 "it, with the model in training mode."
             )
-        sized = zip(grads, self.layout.sizes, strict=True)
-        parts = [self.steps.new_zeros(size, dtype=torch.float) if grad is None else grad for grad, size in sized]
-        flat = torch.cat(parts) / grad_scale
         if ranks > 1:
-            dist.all_reduce(flat)
-            flat /= ranks
+            self.ranks.check_steps()
+            self.ranks.compare(self._facts, self.steps.device)
+        zeros = self.steps.new_zeros(sum(gate.num_components for gate in gates), dtype=torch.float)
+        pieces = zip(torch.split(zeros, [gate.num_components for gate in gates]), grads, strict=True)
+        flat = torch.cat([zero if grad is None else grad for zero, grad in pieces] or [zeros]) / grad_scale
+        if ranks > 1:
+            flat = self.ranks.average(flat, self._step)
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
+
+    def _facts(self) -> dict[str, int]:
+        """What all ranks must agree in."""
+        arguments = (type(self).__name__, self.layout.sizes, self.limit, self.anneal_steps, self.rank_multiple)
+        told = repr((*arguments, getattr(self, "settings", None), getattr(self, "seed", None)))
+        state = [tensor for module in (self, *self.gates) for tensor in module._buffers.values() if tensor is not None]
+        return {"arguments": zlib.crc32(told.encode()), "steps": self._step, "gates": checksum(*state)}
 
     def fill(self, z: Tensor, numbers: Sequence[int] | None = None, *, binary: bool = False) -> None:
         """Hand a flat vector of z to the gates, with the indices of its open components where they are few.
@@ -309,5 +345,5 @@ class FixedController(Controller):
     def draw(self) -> None:
         pass
 
-    def update(self, grad_scale: float) -> None:
+    def update(self, grad: Tensor) -> None:
         pass

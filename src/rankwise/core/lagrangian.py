@@ -262,9 +262,11 @@ class LagrangianController(Controller):
         self._foreseen = None
         super().outdate()
 
-    def update(self, grad_scale: float) -> None:
-        if self.frozen:
-            return
+    @property
+    def uses_gradient(self) -> bool:
+        return not self.frozen
+
+    def update(self, grad: Tensor) -> None:
         committed = self.settings.recipe == "committed"
         low, high = QUADRATIC_RANGE
         passed = linear(self.step, self.anneal_steps)
@@ -272,10 +274,10 @@ class LagrangianController(Controller):
         with torch.enable_grad():
             alpha = self.alpha().requires_grad_()
             gap = self.gap(alpha)
-            (grad,) = torch.autograd.grad(penalty(gap, self.multipliers[0], lambda_2), alpha)
+            (of_penalty,) = torch.autograd.grad(penalty(gap, self.multipliers[0], lambda_2), alpha)
         with torch.no_grad():
             # dL/dalpha = dL/dz dz/dalpha, and the penalty's own gradient
-            grad = torch.addcmul(grad, self.gradient(grad_scale), self._slope)
+            grad = torch.addcmul(of_penalty, grad, self._slope)
             alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())

@@ -90,12 +90,13 @@ class MagnitudeController(Controller):
         if self.moments.shape[1]:
             self.fill(torch.cat([gate.diagonal * gate.kept for gate in self.gates]))
 
-    def update(self, grad_scale: float) -> None:
-        if not self.moments.shape[1]:
-            return
+    @property
+    def uses_gradient(self) -> bool:
+        return bool(self.moments.shape[1])
+
+    def update(self, grad: Tensor) -> None:
         kept = torch.cat([gate.kept for gate in self.gates])
         diagonal = torch.cat([gate.diagonal for gate in self.gates])
-        grad = self.gradient(grad_scale)
         if self.step < self.anneal_steps:
             grad = grad + self.settings.l1 * diagonal.sign()
         direction = AdamState.direction(self.moments, grad * kept, self.step + 1)
