@@ -271,7 +271,7 @@ class Controller(State, ABC):
 
     def _facts(self) -> dict[str, int]:
         """What all ranks must agree in."""
-        arguments = (type(self).__name__, self.layout.sizes, self.limit, self.anneal_steps, self.rank_multiple)
+        arguments = (type(self).__name__, self.account.curves, self.limit, self.anneal_steps)
         told = repr((*arguments, getattr(self, "settings", None), getattr(self, "seed", None)))
         state = [tensor for module in (self, *self.gates) for tensor in module._buffers.values() if tensor is not None]
         return {"arguments": zlib.crc32(told.encode()), "steps": self._step, "gates": checksum(*state)}
