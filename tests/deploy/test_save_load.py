@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from flips import unsealed
 from hypothesis import given
 from hypothesis import strategies as st
-from flips import unsealed
 from models import Spec, batch
 from safetensors.torch import load_file
 from saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
