@@ -121,6 +121,7 @@ def edited(folder: Path, **changes: Any) -> None:
         ),
         ({"format": "other"}, "must say that a rankwise model is here, but does not. Give a folder that"),
         ({"version": "1"}, "must say that a rankwise model is here"),
+        ({"version": 0}, "is damaged: its version is 0"),
         ({"layers": {"0": {"kind": "lambda"}}}, "is damaged: a layer must be one of linear, low_rank_linear"),
         ({"layers": {"0": {"kind": "linear", "inputs": -1, "outputs": 2, "bias": True}}}, "a linear must have inputs"),
         ({"layers": {"0": {"kind": "linear", "inputs": 10}}}, "a linear must have inputs, outputs, bias"),

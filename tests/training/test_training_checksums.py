@@ -45,11 +45,10 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name: str, checkpoint: Chec
         with flipped(path, bit):
             try:
                 found = checkpoints.load(4)
-            except CheckpointError as error:
-                assert "step-4 is not: " in str(error)
-            else:
-                loaded += 1
-                assert same(found, checkpoint)
+            except CheckpointError:
+                continue
+            loaded += 1
+            assert same(found, checkpoint)
     # white space in `checkpoint.json` means nothing
     assert loaded == 0 or name == "checkpoint.json"
     assert same(checkpoints.load(4), checkpoint)

@@ -122,7 +122,9 @@ def _read_structure(folder: Path, verify: bool = True) -> Saved:
             f"The format of {folder} must be version {VERSION} at most, but is version {entry['version']}, "
             f"written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
         )
-    files = _read_checksums(folder, entry) if verify and verifies() and entry["version"] > UNSEALED else {}
+    if entry["version"] < UNSEALED:
+        raise _damaged(folder / STRUCTURE, f"its version is {entry['version']}")
+    files = _read_checksums(folder, entry) if entry["version"] > UNSEALED and verify and verifies() else {}
     try:
         layers = {name: from_json(layer) for name, layer in entry["layers"].items()}
         tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}

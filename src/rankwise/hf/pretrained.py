@@ -56,7 +56,7 @@ def save_pretrained(
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
-        unchecked = {} if check_finite else {"check_finite": False}
+        unchecked: dict[str, Any] = {} if check_finite else {"check_finite": False}
         model.save_pretrained(unfinished, max_shard_size=max_shard_size, **unchecked)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
