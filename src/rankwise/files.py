@@ -1,18 +1,29 @@
-"""Files: written so that a reader sees the old or the new, never a half; and where to keep what can be made again."""
+"""Files: written so that a reader sees the old or the new, never a half, with checksums that tell when a bit changed.
+
+A JSON file that describes others holds the SHA-256 of each under `files`, and one of itself under `checksum`: that of
+its content without this entry, so white space and the order of keys do not matter.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from rankwise.errors import CheckpointError
+
+CHECKSUM, FILES = "checksum", "files"
+BLOCK = 1 << 18
+"""Bytes that are read at a time."""
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -41,6 +52,52 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     shutil.copymode(path.parent, path)
     path.chmod(path.stat().st_mode & ~0o111)
     sync(path)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    sha = hashlib.sha256()
+    block = memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            sha.update(block[:size])
+    return sha.hexdigest()
+
+
+def sealed(content: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
+    """`content` with the checksums of these files, and one of itself."""
+    described = {**content, FILES: {path.name: digest(path) for path in paths}}
+    return {**described, CHECKSUM: _fingerprint(described)}
+
+
+def check_seal(content: Mapping[str, Any]) -> None:
+    """Refuse what is not as `sealed` gave it."""
+    _check(_fingerprint({key: value for key, value in content.items() if key != CHECKSUM}), content.get(CHECKSUM))
+    if not isinstance(content.get(FILES), dict):
+        raise CheckpointError(f"it has no `{FILES}`")
+
+
+def check_file(path: Path, files: Mapping[str, str]) -> None:
+    """Refuse a file that is not as it was when its checksum was taken."""
+    if path.name not in files:
+        raise CheckpointError("it has no checksum, so it was not written with the others")
+    _check(digest(path), files[path.name])
+
+
+def verifies() -> bool:
+    """Whether checksums are compared: unless `RANKWISE_VERIFY=0` is in the environment."""
+    return os.environ.get("RANKWISE_VERIFY") != "0"
+
+
+def _fingerprint(content: Mapping[str, Any]) -> str:
+    # as JSON gives it back, whose keys are all strings
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _check(found: str, written: object) -> None:
+    if found != written:
+        raise CheckpointError(f"its checksum is {found[:12]}..., but was {str(written)[:12]}... when it was written")
 
 
 def same_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -72,7 +72,7 @@ def test_a_folder_of_a_newer_version_is_one_line(folders: Path, capsys: pytest.C
     assert run(words(folders, "--to", "pt2")) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "must be version 1 at most, but is version 99" in said
+    assert "must be version 2 at most, but is version 99" in said
     assert not (folders / "out").exists()
 
 

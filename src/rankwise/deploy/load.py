@@ -17,7 +17,7 @@ from rankwise.adapters import families
 from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
-from rankwise.deploy.save import FORMAT, STRUCTURE, VERSION, WEIGHTS, dtype_name
+from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, VERSION, WEIGHTS, dtype_name
 from rankwise.deploy.structure import (
     Head,
     Layer,
@@ -33,10 +33,13 @@ from rankwise.deploy.structure import (
     walk,
 )
 from rankwise.errors import CheckpointError
+from rankwise.files import FILES, check_file, check_seal, verifies
 from rankwise.models.architectures import ModelConfig, build, from_description
 
 FEW = 5
 """Misfits that an error names."""
+UNSEALED = 1
+"""The last version of the format without checksums."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Saved:
     """Dtypes of the floating buffers that are not saved; None where the folder does not say."""
     dense: dict[str, Any] | None
     """The dense model, where its architecture is one of ours."""
+    files: dict[str, str]
+    """Checksums of the other files; empty where they are not to be compared."""
 
     def stored_as(self, name: str) -> str:
         """The name under which the tensor of that name is stored."""
@@ -67,22 +72,26 @@ class Slot:
     holds: Tensor
 
 
-def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> nn.Module:
+def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
     """The model that was saved in `folder`, bit for bit.
 
     `skeleton` is the dense model, fresh from the code that built the one that was pruned; its weights do not matter,
     and it may be on the meta device. It becomes the saved model and is returned. If anything does not fit, it stays as
     it is. Models of rankwise's own architectures need none.
+
+    A file that changed since it was saved is refused by its checksum, unless `verify` is False (or `RANKWISE_VERIFY=0`
+    is in the environment). Folders of versions that wrote no checksums load without.
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
     path = Path(folder)
-    saved = _read_structure(path)
+    saved = _read_structure(path, verify)
     if skeleton is None:
         with torch.device("meta"):
             skeleton = build(_dense_config(path, saved))
     instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
     slots = _slots(saved, skeleton, instead)
+    _check_files(path, saved)
     values = _read_tensors(path, saved)
     _check_masks(path, saved, values)
     placed = _place(saved, slots, values)
@@ -101,7 +110,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None) -> n
     return skeleton
 
 
-def _read_structure(folder: Path) -> Saved:
+def _read_structure(folder: Path, verify: bool = True) -> Saved:
     entry = _read_json(folder)
     if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
         raise CheckpointError(
@@ -113,6 +122,9 @@ def _read_structure(folder: Path) -> Saved:
             f"The format of {folder} must be version {VERSION} at most, but is version {entry['version']}, "
             f"written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
         )
+    if entry["version"] < UNSEALED:
+        raise _damaged(folder / STRUCTURE, f"its version is {entry['version']}")
+    files = _read_checksums(folder, entry) if entry["version"] > UNSEALED and verify and verifies() else {}
     try:
         layers = {name: from_json(layer) for name, layer in entry["layers"].items()}
         tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}
@@ -122,7 +134,30 @@ def _read_structure(folder: Path) -> Saved:
         )
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
         raise _damaged(folder / STRUCTURE, str(error)) from None
-    return Saved(layers, tensors, tied, computed, entry.get("dense"))
+    return Saved(layers, tensors, tied, computed, entry.get("dense"), files)
+
+
+def _read_checksums(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
+    try:
+        check_seal(entry)
+    except CheckpointError as error:
+        raise _changed(folder / STRUCTURE, error) from None
+    files: dict[str, str] = entry[FILES]
+    # a folder chooses no other place to read
+    if WEIGHTS not in files or not files.keys() <= {WEIGHTS, *OF_RUN}:
+        raise _damaged(folder / STRUCTURE, f"`{FILES}` names {', '.join(files) or 'nothing'}")
+    return files
+
+
+def _check_files(folder: Path, saved: Saved) -> None:
+    for name in saved.files:
+        path = folder / name
+        try:
+            check_file(path, saved.files)
+        except CheckpointError as error:
+            raise _changed(path, error) from None
+        except OSError as error:
+            raise _damaged(path, error.strerror or str(error)) from None
 
 
 def _floating(name: object) -> torch.dtype:
@@ -167,6 +202,13 @@ def _read_json(folder: Path) -> Any:
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} must be as `rankwise.save` wrote it, but is damaged: {what}. Save the model again.")
+
+
+def _changed(path: Path, error: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} must be as `rankwise.save` wrote it, but is damaged: {error}. Save the model again or download it "
+        "again; pass verify=False (RANKWISE_VERIFY=0) to load it as it is."
+    )
 
 
 def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collection[str] = ()) -> dict[int, nn.Module]:

@@ -2,7 +2,8 @@
 
 `rankwise.json` holds the format and its version, the layers (`rankwise.deploy.structure`), shape and dtype of every
 tensor, which names are tied, dtypes of buffers that are not saved, and, for an architecture of ours, the shape of the
-dense model. Each distinct tensor is stored once, under the first of its names.
+dense model. Each distinct tensor is stored once, under the first of its names. Since version 2 it also holds the
+checksums of the other files and of itself (`rankwise.files`).
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ from rankwise.core.layers import GatedLayer
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.structure import computed_of, layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.files import reason, sync, write_json, write_tensors
+from rankwise.files import reason, sealed, sync, write_json, write_tensors
 from rankwise.models.architectures import describe
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
-VERSION = 1
+VERSION = 2
 WEIGHTS = "model.safetensors"
 STRUCTURE = "rankwise.json"
 OF_RUN = ("experiment.json", "vocabulary.json")
 """What stands beside the model of a run."""
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False, check_finite: bool = True
+) -> None:
     """Write a compact model into a new folder; `rankwise.load` reads it back.
 
     The folder appears only when it is complete. With `overwrite`, an earlier saved model of that name is replaced by
-    the new one at the very end; whatever goes wrong before leaves it as it was.
+    the new one at the very end; whatever goes wrong before leaves it as it was. Parameters that are NaN or infinite are
+    refused unless `check_finite` is False; buffers, such as masks of -inf, may hold anything.
     """
-    save_with(model, folder, {}, overwrite=overwrite)
+    save_with(model, folder, {}, overwrite=overwrite, check_finite=check_finite)
 
 
 def save_with(
@@ -51,19 +55,24 @@ def save_with(
     beside: Mapping[str, Mapping[str, Any]],
     *,
     overwrite: bool = False,
+    check_finite: bool = True,
 ) -> None:
     """`save`, and JSON files `beside` the model, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     check_unrounded(model)
     stored, tied = _distinct(model)
+    if check_finite:
+        refuse_nonfinite({name: tensor for name, tensor in stored.items() if isinstance(tensor, nn.Parameter)})
     structure = _described(model, stored, tied)
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
         for name, content in beside.items():
             write_json(unfinished / name, content)
-        _write(unfinished, stored, structure)
+        write_tensors(unfinished / WEIGHTS, stored)
+        write_json(unfinished / STRUCTURE, sealed(structure, sorted(unfinished.iterdir())))
+        sync(unfinished)
 
 
 @contextmanager
@@ -113,6 +122,24 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
                 first[id(tensor)] = name
                 stored[name] = tensor
     return stored, tied
+
+
+def refuse_nonfinite(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse weights that would make every answer of the model NaN."""
+    for name, tensor in parameters.items():
+        if tensor.is_meta or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        # torch does not compare numbers of 8 bits
+        values = values.detach().float() if values.element_size() == 1 else values.detach()
+        # NaN wins both; unlike `isfinite`, it needs no memory of the tensor's size
+        low, high = torch.aminmax(values)
+        if not (low.isfinite() and high.isfinite()):
+            bad = values.numel() - int(values.isfinite().sum())
+            raise CheckpointError(
+                f"Saved weights must be finite, but {bad:,} of the {values.numel():,} numbers of {name} are NaN or "
+                "infinite. Go back to a checkpoint before that, or pass check_finite=False to save them as they are."
+            )
 
 
 def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Any]:
@@ -177,12 +204,6 @@ def _parents(target: Path) -> Iterator[None]:
         raise CheckpointError(
             f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. Choose another place."
         ) from error
-
-
-def _write(folder: Path, stored: dict[str, Tensor], structure: dict[str, Any]) -> None:
-    write_json(folder / STRUCTURE, structure)
-    write_tensors(folder / WEIGHTS, stored)
-    sync(folder)
 
 
 def _put(finished: Path, target: Path) -> None:

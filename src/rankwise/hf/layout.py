@@ -28,13 +28,16 @@ from rankwise.deploy.structure import (
     to_json,
 )
 from rankwise.errors import CheckpointError
+from rankwise.files import FILES, check_seal, verifies
 from rankwise.version import VERSION as OWN_VERSION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METHOD = "rankwise"
-VERSION = 1
+VERSION = 2
+UNSEALED = 1
+"""The version without checksums."""
 REMEDY = (
     'its layers are those of rankwise; install it (pip install "rankwise[hf]") and say `import rankwise` '
     "before `from_pretrained`"
@@ -45,6 +48,8 @@ OTHER_SIZES = (
     "fresh values."
 )
 """What to do about a configuration that asks for other sizes."""
+AGAIN = "Save the model again or download it again; RANKWISE_VERIFY=0 in the environment loads it as it is."
+"""What to do about a checksum that does not fit."""
 
 
 def is_gated(model: nn.Module) -> bool:
@@ -92,10 +97,13 @@ class Layout:
     tied: dict[str, str]
     copied: dict[str, str] = dataclasses.field(default_factory=dict)
     """Buffers that hold what others do: transformers knows tied parameters but no tied buffers."""
+    files: dict[str, str] | None = None
+    """Checksums of the files of weights; None where they are not to be compared."""
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Layout:
         """Refuses an entry of a newer version, or one that we did not write."""
+        verify = entry.get("version") != UNSEALED and verifies()
         version = entry.get("version")
         if type(version) is int and version > VERSION:
             raise CheckpointError(
@@ -103,16 +111,20 @@ class Layout:
                 f"{version}, written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
             )
         try:
-            if version != VERSION:
+            if version not in (UNSEALED, VERSION):
                 raise CheckpointError(f"its version is {version!r}")
-            layers = {str(name): from_json(layer) for name, layer in entry.get("layers", {}).items()}
-            tied = {str(name): str(source) for name, source in entry.get("tied", {}).items()}
+            if verify:
+                check_seal(entry)
+            if entry.get("gated") is True:
+                return cls(True, {}, {})
+            layers = {str(name): from_json(layer) for name, layer in _part_of(entry, "layers").items()}
+            tied = {str(name): str(source) for name, source in _part_of(entry, "tied").items()}
         except (AttributeError, TypeError, ValueError, CheckpointError) as error:
             raise CheckpointError(
                 f"The `quantization_config` in config.json must be as rankwise wrote it, but is damaged: {error}. "
-                "Save the model again."
+                f"{AGAIN if verify else 'Save the model again.'}"
             ) from None
-        return cls(entry.get("gated") is True, layers, tied)
+        return cls(False, layers, tied, files=entry[FILES] if verify else None)
 
     def fitted(self, model: PreTrainedModel) -> Layout:
         """With the names that a model of another class over the same base gives these layers.
@@ -137,7 +149,7 @@ class Layout:
                 f"The layers of this folder must be in {type(model).__name__}, but none of them is: "
                 f"it was saved by {saved_by}. Use its class, or `Auto...`."
             )
-        return Layout(self.gated, layers, self.tied)
+        return dataclasses.replace(self, layers=layers)
 
     def sized(self, model: PreTrainedModel, *, ignore: bool) -> Layout:
         """Refuses layers that have other sizes in `model`, or leaves them out."""
@@ -152,6 +164,21 @@ class Layout:
                 )
             del layers[name]
         return dataclasses.replace(self, layers=layers)
+
+    def check_listed(self, model: PreTrainedModel, held: Iterable[str]) -> None:
+        """Refuses a layer of `model` that is saved in parts (`held` are the names of the tensors), but is not listed.
+
+        It would be a fresh one.
+        """
+        known = {*held, *self.tied}
+        in_parts = {name.rsplit(".", 2)[0] for name in known if name.count(".") > 1}
+        for name, module in model.named_modules(remove_duplicate=False):
+            is_layer = role_of(module) is not None and not module._modules
+            if is_layer and name in in_parts and name not in self.layers and f"{name}.weight" not in known:
+                raise CheckpointError(
+                    f"The `quantization_config` in config.json must list {name}, which is saved in parts, but does "
+                    "not. Save the model again."
+                )
 
     def extended(self, model: PreTrainedModel, held: Iterable[str]) -> Layout:
         """With what a model of another class ties to the layers that were saved: an output layer to the table of words.
@@ -183,6 +210,13 @@ class Layout:
         here = _renamer(model, model.state_dict())
         pairs = ((here(name), here(source)) for name, source in self.tied.items())
         return {name: source for name, source in pairs if name is not None and source is not None}
+
+
+def _part_of(entry: dict[str, Any], key: str) -> dict[str, Any]:
+    if key not in entry:
+        raise CheckpointError(f"it has no `{key}`")
+    part: dict[str, Any] = entry[key]
+    return part
 
 
 def is_foreign(model: PreTrainedModel) -> bool:

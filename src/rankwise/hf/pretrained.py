@@ -32,6 +32,7 @@ def save_pretrained(
     base_model: str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    check_finite: bool = True,
 ) -> None:
     """Write `model` into a new folder. After `import rankwise` any `from_pretrained` loads it.
 
@@ -47,6 +48,7 @@ def save_pretrained(
         base_model: for the card: the model's name before.
         max_shard_size: the largest file of weights.
         overwrite: replace a model that was saved under this name before.
+        check_finite: refuse parameters that are NaN or infinite.
     """
     _check(model, size)
     for word, figures in (("quality", quality), ("speed", speed)):
@@ -54,7 +56,8 @@ def save_pretrained(
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
-        model.save_pretrained(unfinished, max_shard_size=max_shard_size)
+        unchecked: dict[str, Any] = {} if check_finite else {"check_finite": False}
+        model.save_pretrained(unfinished, max_shard_size=max_shard_size, **unchecked)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         text = card(model, target.name, size=size, quality=quality, speed=speed, base_model=base_model)

@@ -6,7 +6,8 @@ transformers calls such an object a quantizer; nothing is quantized. After loadi
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from rankwise.adapters.readers import answer
 from rankwise.core.surgery import become
 from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
-from rankwise.hf.layout import METHOD, Layout, is_foreign
+from rankwise.files import check_file
+from rankwise.hf.layout import AGAIN, METHOD, Layout, is_foreign
 from rankwise.hf.manners import adopt
 from rankwise.hf.mismatch import IGNORED, settle
 from rankwise.modules import PivotLinear, SelectedLinear
@@ -40,7 +42,7 @@ class RankwiseQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: RankwiseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.layout = Layout.read(quantization_config.to_dict())
+        self.layout = Layout.read(quantization_config.to_dict()) if self.pre_quantized else Layout(False, {}, {})
         self.shapes: dict[str, torch.Size] = {}
         self.copied: dict[str, str] = {}
 
@@ -68,9 +70,15 @@ class RankwiseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
+        if checkpoint_files and self.layout.files is not None:
+            _check_weights([Path(path) for path in checkpoint_files], self.layout.files)
         self.layout = layout = self.layout.fitted(model).sized(model, ignore=IGNORED.get())
-        if (is_foreign(model) or IGNORED.get()) and checkpoint_files:
-            layout = layout.extended(model, _tensors_in(checkpoint_files))
+        if checkpoint_files:
+            held = _tensors_in(checkpoint_files)
+            if is_foreign(model) or IGNORED.get():
+                layout = layout.extended(model, held)
+            else:
+                layout.check_listed(model, held)
         # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
         with torch.device("cpu"):
             instead = replacements(layout.layers, model)
@@ -106,6 +114,30 @@ class RankwiseQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def _check_weights(paths: Sequence[Path], files: Mapping[str, str]) -> None:
+    """Refuse files of weights that are not those that were saved; shards that the index does not name are missed."""
+    for path in paths:
+        try:
+            check_file(path, files)
+        except OSError as error:
+            raise _damaged(path, str(error)) from None
+    given = {path.name for path in paths}
+    groups = {group for name in given if (group := _group(name)) is not None}
+    for name in files.keys() - given:
+        if _group(name) in groups:
+            raise _damaged(paths[0].with_name(name), "the index of the shards does not name it")
+
+
+def _group(name: str) -> str | None:
+    """What the names of all shards of a model have in common."""
+    shard = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.safetensors", name)
+    return None if shard is None else f"{shard[1]} {shard[2]}"
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} must be as it was saved with its config.json, but is damaged: {what}. {AGAIN}")
 
 
 def _tensors_in(files: Sequence[str]) -> list[str]:

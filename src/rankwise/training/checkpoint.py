@@ -1,8 +1,8 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, in safetensors and JSON.
 
 `checkpoints/step-N` holds `model.safetensors` (weights, gates, multipliers), `training.safetensors` (optimizer, carried
-state, random numbers) and `checkpoint.json`. A folder gets its name when it is complete. `step-N-unevaluated` is one
-that was interrupted before the evaluation of step N.
+state, random numbers) and `checkpoint.json`, with the checksums of all three (`rankwise.files`). A folder gets its name
+when it is complete. `step-N-unevaluated` is one that was interrupted before the evaluation of step N.
 """
 
 from __future__ import annotations
@@ -22,9 +22,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rankwise.errors import CheckpointError
-from rankwise.files import reason, same_tensors, sync, write_json, write_tensors
+from rankwise.files import (
+    FILES,
+    check_file,
+    check_seal,
+    reason,
+    same_tensors,
+    sealed,
+    sync,
+    verifies,
+    write_json,
+    write_tensors,
+)
 
-FORMAT, VERSION = "rankwise-checkpoint", 1
+FORMAT, VERSION = "rankwise-checkpoint", 2
+UNSEALED = 1
+"""The version of the format that has no checksums."""
+MODEL, TRAINING, ABOUT = "model.safetensors", "training.safetensors", "checkpoint.json"
 _NAME = re.compile(r"step-(\d+)(-unevaluated)?")
 
 
@@ -70,16 +84,19 @@ class Checkpoints:
         """Read a checkpoint; what is damaged is refused."""
         path = self._path(step, evaluated)
         try:
-            about = json.loads((path / "checkpoint.json").read_bytes())
-            if (about["format"], about["version"]) != (FORMAT, VERSION):
+            about = json.loads((path / ABOUT).read_bytes())
+            if about["format"] != FORMAT or about["version"] not in (UNSEALED, VERSION):
                 raise ValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
-            model = load_file(path / "model.safetensors")
+            if about["version"] != UNSEALED and verifies():
+                _check(path, about)
+            model = load_file(path / MODEL)
             model.update({name: model[first] for name, first in about["tied"].items()})
-            return Checkpoint(step, evaluated, model, load_file(path / "training.safetensors"), about["about"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            return Checkpoint(step, evaluated, model, load_file(path / TRAINING), about["about"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            before = [number for number, done in self.steps() if (number, done) < (step, evaluated)]
+            then = f"goes on from the one before, of step {before[-1]}" if before else "begins anew"
             raise CheckpointError(
-                f"A checkpoint must be whole, but {path} is not: {reason(error)}. "
-                "Remove that folder; the run goes on from the one before."
+                f"A checkpoint must be whole, but {path} is not: {reason(error)}. Remove that folder; the run {then}."
             ) from error
 
     def latest_first(self) -> Iterator[Checkpoint]:
@@ -104,10 +121,10 @@ class Checkpoints:
         try:
             unfinished.mkdir(parents=True)
             distinct, tied = same_tensors(checkpoint.model)
-            write_tensors(unfinished / "model.safetensors", distinct)
-            write_tensors(unfinished / "training.safetensors", checkpoint.training)
+            write_tensors(unfinished / MODEL, distinct)
+            write_tensors(unfinished / TRAINING, checkpoint.training)
             content = {"format": FORMAT, "version": VERSION, "tied": tied, "about": checkpoint.about}
-            write_json(unfinished / "checkpoint.json", content)
+            write_json(unfinished / ABOUT, sealed(content, (unfinished / MODEL, unfinished / TRAINING)))
             sync(unfinished)
             os.rename(unfinished, target)
             sync(self.folder)
@@ -132,6 +149,17 @@ class Checkpoints:
 
     def _path(self, step: int, evaluated: bool) -> Path:
         return self.folder / f"step-{step}{'' if evaluated else '-unevaluated'}"
+
+
+def _check(folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint in which a bit changed, with the name of the file."""
+    name = ABOUT
+    try:
+        check_seal(about)
+        for name in (MODEL, TRAINING):
+            check_file(folder / name, about[FILES])
+    except CheckpointError as error:
+        raise ValueError(f"{name} is damaged: {error}") from None
 
 
 def check_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
