@@ -75,7 +75,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
             unfinished.mkdir()
             yield unfinished
             _put(unfinished, target)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError) as error:
+            # what else goes wrong is no matter of the place, and says for itself what it is
             if isinstance(error, RankwiseError):
                 raise
             raise CheckpointError(
@@ -181,7 +182,13 @@ def _parents(target: Path) -> Iterator[None]:
 
 def _write(folder: Path, stored: dict[str, Tensor], structure: dict[str, Any]) -> None:
     write_json(folder / STRUCTURE, structure)
-    write_tensors(folder / WEIGHTS, stored)
+    try:
+        write_tensors(folder / WEIGHTS, stored)
+    except KeyError as error:
+        raise CheckpointError(
+            f"A saved tensor must be of a type that safetensors has, but one is {error.args[0]} instead. "
+            "Convert it first."
+        ) from error
     sync(folder)
 
 
