@@ -127,7 +127,7 @@ def sync(path: Path) -> None:
 def reason(error: Exception) -> str:
     """What went wrong, in a few words."""
     if isinstance(error, KeyError):
-        return f"safetensors has no type {error.args[0]}"
+        return f"{error} is missing"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -70,7 +70,13 @@ def save_with(
     with whole_folder(target) as unfinished:
         for name, content in beside.items():
             write_json(unfinished / name, content)
-        write_tensors(unfinished / WEIGHTS, stored)
+        try:
+            write_tensors(unfinished / WEIGHTS, stored)
+        except KeyError as error:
+            raise CheckpointError(
+                f"A saved tensor must be of a type that safetensors has, but one is {error.args[0]} instead. "
+                "Convert it first."
+            ) from error
         write_json(unfinished / STRUCTURE, sealed(structure, sorted(unfinished.iterdir())))
         sync(unfinished)
 
@@ -84,7 +90,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
             unfinished.mkdir()
             yield unfinished
             _put(unfinished, target)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError) as error:
+            # what else goes wrong is no matter of the place, and says for itself what it is
             if isinstance(error, RankwiseError):
                 raise
             raise CheckpointError(

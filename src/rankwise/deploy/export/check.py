@@ -179,6 +179,10 @@ def largest_difference(
             raise CheckpointError(
                 f"The exported model must run in {format}, but on inputs of {shapes} it says: {first_line(error)}"
             ) from error
+        if missing := [name for name in outputs if name not in found]:
+            raise CheckpointError(
+                f"The exported model must give {', '.join(outputs)}, but in {format} it lacks {', '.join(missing)}."
+            )
         worst = max(worst, *(difference(found[name], tensor) for name, tensor in outputs.items()))
     return worst
 

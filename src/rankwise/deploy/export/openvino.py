@@ -31,12 +31,10 @@ def export(
     nncf = imported("nncf") if int8 else None
     captured = capture(model, example_inputs)
     made = _convert(openvino, captured)
-    if nncf is not None:
-        with quiet():
-            made = nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
 
     def write(folder: Path) -> None:
-        openvino.save_model(made, folder / FILE, compress_to_fp16=False)
+        small = made if nncf is None else nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
+        openvino.save_model(small, folder / FILE, compress_to_fp16=False)
 
     return write_checked(captured, path, format="openvino", write=write, load=load, int8=int8, tolerance=tolerance)
 
@@ -47,14 +45,16 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
     file = check_folder(path, "openvino", FILE)
     settings = {**PRECISE, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
     try:
-        compiled = openvino.compile_model(file, "CPU", settings)
+        read = openvino.Core().read_model(file)
+        compiled = openvino.compile_model(read, "CPU", settings)
     except Exception as error:
         raise CheckpointError(f"{file} must run in OpenVINO, but it says: {first_line(error)}") from error
-    inputs = [port.any_name for port in compiled.inputs]
+    # what is compiled also has the names of the operations that were left out of it
+    inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
 
     def run(**given: Any) -> dict[str, Tensor]:
         found = compiled(as_flat_numpy(given, inputs))
-        return {port.any_name: torch.from_numpy(found[port].copy()) for port in compiled.outputs}
+        return {name: torch.from_numpy(found[i].copy()) for i, name in enumerate(outputs)}
 
     return run
 

@@ -16,7 +16,7 @@ from rankwise.errors import CheckpointError
 from rankwise.kernels.sru import reference
 from rankwise.models.adaptive import AdaptiveEmbedding
 from rankwise.models.sru import SRULayer
-from rankwise.modules import SIZES, LowRankHead, SelectedLinear
+from rankwise.modules import SIZES, LowRankHead, PivotLinear, SelectedLinear
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -56,8 +56,11 @@ def _instead(module: nn.Module) -> nn.Module | None:
     if isinstance(module, SelectedLinear):
         return _without_inputs(module.weight, module.bias) or IndexedLinear(module)
     if isinstance(module, LowRankHead):
-        return _without_inputs(module.embedding.weight, module.bias)
-    if isinstance(module, nn.Sequential) and len(module) == 2 and isinstance(module[1], nn.Linear):
+        other = PivotHead(module) if isinstance(module.projection, PivotLinear) else None
+        return _without_inputs(module.embedding.weight, module.bias) or other
+    if isinstance(module, PivotLinear):
+        return OrderedPivots(module)
+    if isinstance(module, nn.Sequential) and len(module) == 2 and isinstance(module[1], nn.Linear | PivotLinear):
         words = isinstance(module[0], nn.Embedding)
         return _without_inputs(module[1].weight, module[1].bias, for_words=words)
     if isinstance(module, AdaptiveEmbedding):
@@ -102,6 +105,43 @@ class IndexedLinear(nn.Module):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         return F.linear(x_BI.index_select(-1, self.index_K), self.weight, self.bias)
+
+
+class OrderedPivots(nn.Module):
+    """`PivotLinear` in one form for any number of rows, whose shape no graph has to say."""
+
+    places_O: Tensor
+
+    def __init__(self, layer: PivotLinear) -> None:
+        super().__init__()
+        self.coefficients, self.bias = layer.coefficients, layer.bias
+        self.register_buffer("places_O", layer.places.long())
+
+    def forward(self, x_BK: Tensor) -> Tensor:
+        # engines do not know products without outputs
+        y_BO = torch.cat([x_BK, F.linear(x_BK, self.coefficients)], -1) if len(self.coefficients) else x_BK
+        y_BO = y_BO.index_select(-1, self.places_O)
+        return y_BO if self.bias is None else y_BO + self.bias
+
+
+class PivotHead(nn.Module):
+    """`LowRankHead` on a `PivotLinear`, whose matrix is not multiplied out: h W = h_chosen + h_others C."""
+
+    order_D: Tensor
+    """First the places of the chosen, then those of the others."""
+
+    def __init__(self, head: LowRankHead) -> None:
+        super().__init__()
+        assert isinstance(head.projection, PivotLinear)
+        self.coefficients, self.bias = head.projection.coefficients, head.bias
+        self.embedding = head.embedding
+        self.register_buffer("order_D", head.projection.places.argsort())
+
+    def forward(self, h_BD: Tensor) -> Tensor:
+        rest, rank = self.coefficients.shape
+        h_BK, others = h_BD.index_select(-1, self.order_D).split([rank, rest], -1)
+        h_BK = h_BK + others @ self.coefficients if rest else h_BK
+        return F.linear(h_BK, self.embedding.weight, self.bias)
 
 
 class MaskedClusters(nn.Module):
