@@ -19,6 +19,10 @@ class BudgetError(RankwiseError, ValueError):
     """A size that is malformed or cannot be reached."""
 
 
+class OutOfReachError(BudgetError):
+    """A size below what cannot be pruned."""
+
+
 class PlanError(RankwiseError, ValueError):
     """A model, or a choice of its modules, that cannot be pruned."""
 
