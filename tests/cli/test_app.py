@@ -153,7 +153,7 @@ sys.stdout.isatty = sys.stderr.isatty = lambda: True
 from rankwise.cli import main
 main(["run", "demo", *{words(place, compare="")}, "--out", {str(tmp_path / "run")!r}])
 """
-    done = python("-c", code)
+    done = python("-c", code, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[:3]] == ["parameters", "base", "flop-l0"]
     assert "  step 10/10  loss " in done.stderr

@@ -137,7 +137,8 @@ def test_every_method_stays_within_the_budget(stem: str, capsys: pytest.CaptureF
 def test_include_and_exclude_take_names(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
     got = answer(capsys, f"{stem}:build", "--exclude", "fc", "--exclude", "pair")
     assert [row["names"] for row in got["matrices"]] == [["words", "head"]]
-    assert {"name": "fc", "parameters": 272, "reason": "in `exclude`"} in got["left_out"]
+    share = 272 / got["dense"]
+    assert {"name": "fc", "parameters": 272, "share": share, "reason": "in `exclude`"} in got["left_out"]
     got = answer(capsys, f"{stem}:build", "--include", "fc", "--include", "pair")
     assert [row["names"] for row in got["matrices"]] == [["fc"], ["pair"]]
 
@@ -181,6 +182,9 @@ def test_nothing_is_trained_changed_or_factorized(
         (["--method", "flip-l0"], "`method` must be one of .* 'flip-l0' instead. Did you mean 'flop-l0'?"),
         (["--removed", "0.5", "--params", "3"], "A plan takes one budget at most, but got --removed and --params."),
         (["--params", "3"], "The budget must be at least 112 parameters"),
+        # of 1,296 parameters; words and head are tied, and counted once
+        (["--params", "3"], "Left out of the plan: conv 30 (2.3%), biases, norms and the like 82 (6.3%)."),
+        (["--removed", "0.9", "--exclude", "words"], "plan: head 850 (65.6%), conv 30 (2.3%), biases, norms"),
         (["--megabytes", "0.0001"], "The smallest size is megabytes=0.000448"),
         (["--removed", "80"], "`removed` must be a fraction in (0, 1), but is 80.0 instead. Did you mean removed=0.8?"),
         (["--of", "prunable"], "`--of prunable` must go with `--removed`"),

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import pytest
+from cli_toys import words
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankwise.cli import tables
+from rankwise.cli.app import COMMANDS, run
+from rankwise.cli.layout import LEAST, laid_out
+from rankwise.experiments.presets import PRESETS
 from rankwise.report.tables import table
 
 WIDTHS = [20, 40, 72, 80, 100, 140]
@@ -51,10 +63,11 @@ def test_every_cell_is_whole(num_seeds: int, width: int, shown: Callable[..., li
     found = table(record(num_seeds))
     lines = shown(width, found.columns, found.rows)
     for row in found.rows:
-        (line,) = (line for line in lines if line.split()[:1] == [row[0]])
-        assert " ".join(line.split()) == " ".join(" ".join(row).split())
+        assert all(any(cell in line for line in lines) for cell in row[1:])
     words = " ".join(lines).split()
     assert all(word in words for name in found.columns for word in name.split())
+    widest = max(len(cell) for row in (*found.rows, words) for cell in row[1:])
+    assert max(map(len, lines)) <= max(width, LEAST + 2 + widest)
 
 
 def test_a_run_fits_a_terminal_of_80_columns(shown: Callable[..., list[str]]) -> None:
@@ -62,3 +75,119 @@ def test_a_run_fits_a_terminal_of_80_columns(shown: Callable[..., list[str]]) ->
     lines = shown(80, found.columns, [("flop-l0", *row[1:]) for row in found.rows])
     assert max(map(len, lines)) <= 80
     assert any(set(line) == {"─"} for line in lines)
+    # a row is a line
+    assert sum(line.startswith("flop-l0") for line in lines) == len(found.rows)
+
+
+NAMES = st.lists(st.sampled_from(["layer", "10", "attention", "q_proj", "x"]), min_size=1, max_size=6).map(".".join)
+PROSE = st.lists(st.sampled_from(["it", "is", "0.5", "empty", "a.b", "left-out", "1,000"]), max_size=8).map(" ".join)
+FIGURES = st.sampled_from(["", "1.00x", "1,234,567", "1.2345 ± 0.0006", "+9.8%"])
+
+
+@given(
+    header=st.lists(st.sampled_from(["bits per character", "speed", "ms", "of dense"]), min_size=1, max_size=8),
+    data=st.data(),
+    width=st.integers(40, 120),
+)
+def test_a_table_keeps_its_width_and_all_its_content(header: list[str], data: st.DataObject, width: int) -> None:
+    number = data.draw(st.integers(1, 4))
+    names, reasons = (data.draw(st.lists(kind, min_size=number, max_size=number)) for kind in (NAMES, PROSE))
+    figures = [[data.draw(FIGURES) for _ in header] for _ in range(number)]
+    rows = [[name, *cells, why] for name, cells, why in zip(names, figures, reasons, strict=True)]
+    blocks = laid_out(["name", *header, "why"], rows, ("name", "why"), width)
+    lines = [line for block in blocks for line in (*block.header, *block.body)]
+    assert max(map(len, lines)) <= width
+    assert all(any(cell in line for line in lines) for cells in figures for cell in cells)
+    letters = Counter("".join("".join(block.body) for block in blocks).replace(" ", ""))
+    # the first column stands in every block
+    repeated = "".join(names) * len(blocks) + "".join("".join(row[1:]) for row in rows)
+    assert letters == Counter(repeated.replace(" ", ""))
+
+
+def test_decimals_and_ranges_are_never_broken() -> None:
+    (block,) = laid_out(
+        ["name", "why"], [["model.layers.0-29.self_attn", "0.5 is 1,000 times 0.0005"]], ("name", "why"), 28
+    )
+    words = " ".join(block.body).split()
+    assert {"0.5", "1,000", "0.0005"} <= set(words)
+    assert any("0-29" in word for word in words)
+
+
+def fits(lines: Sequence[str]) -> bool:
+    assert lines
+    assert not [line for line in lines if "…" in line]
+    return max(map(len, lines)) <= 80
+
+
+def run_at_80(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "80")
+    capsys.readouterr()
+    assert run(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_help_fits_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run_at_80(monkeypatch, capsys, *filter(None, [name]), "--help")
+    assert max(map(len, lines)) <= 80
+    if name in ("run", "train", "sweep"):
+        settings = run_at_80(monkeypatch, capsys, name, "demo", "--help")
+        assert max(map(len, settings)) <= 80
+        assert len(settings) > len(lines)
+
+
+def test_an_example_of_a_help_is_one_command_when_copied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in COMMANDS.values():
+        text = "\n".join(run_at_80(monkeypatch, capsys, command.name, "--help"))
+        examples = re.findall(r"^example: (rankwise .*)$", command.details, re.MULTILINE)
+        assert examples
+        for example in examples:
+            assert shlex.split(example) in [
+                shlex.split(found.replace("\\\n", ""))
+                for found in re.findall(r"^example: ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+            ]
+
+
+def test_every_table_fits_80_columns(
+    finished: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(finished)
+    show = partial(run_at_80, monkeypatch, capsys)
+    rows = json.loads((finished / "record.json").read_text())["rows"]
+    for lines in (show("run", "demo", *words(place), "--out", "run"), show("report", "run")):
+        assert fits(lines)
+        for row in rows:
+            (line,) = (line for line in lines if line.split()[:1] == [row["name"]])
+            assert f"{row['parameters']:,} {row['removed']:.1%} " in " ".join(line.split())
+            assert [f"{row[split]['bits_per_character']:.4f}" for split in ("valid", "test")] == line.split()[4:6]
+    grid = ("--methods", "fac", "--removed", "0.5", "--seeds", "0,1")
+    assert fits(show("sweep", "demo", *words(place), *grid, "--out", "sweep"))
+    record = json.loads((tmp_path / "sweep" / "record.json").read_text())
+    lines = show("report", "sweep")
+    assert fits(lines)
+    assert all(any(cell in line for line in lines) for row in table(record).rows for cell in row)
+    assert fits(show("train", "demo", *words(place), "--out", "mine"))
+    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60"))
+    assert fits(show("evaluate", "run", "--split", "test"))
+    shutil.copytree(finished, tmp_path / "copy")
+    assert fits(show("bench", "copy", "--repeats", "2", "--length", "8", "--batch", "1", "--threads", "1"))
+    assert fits(show("presets", "glue"))
+    assert fits(show("plan", "run"))
+    assert fits(show("plan", "run", "--removed", "0.3"))
+    assert fits(show("export", "run", "--to", "pt2", "--length", "4", "--out", "exported"))
+
+
+def test_the_longest_preset_is_listed_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = max(PRESETS, key=len)
+    lines = run_at_80(monkeypatch, capsys, "presets", longest[:-8])
+    assert fits(lines)
+    for entry in json.loads("\n".join(run_at_80(monkeypatch, capsys, "presets", longest[:-8], "--json"))):
+        (line,) = (line for line in lines if line.split()[:1] == [entry["name"]])
+        assert line.split()[1:4] == [f"{entry[name]:,}" for name in ("parameters", "exported", "steps")]

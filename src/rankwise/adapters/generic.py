@@ -1,4 +1,4 @@
-"""A plan for any `nn.Module`: every linear layer and embedding found, tied weights once.
+"""A plan for an `nn.Module`: every linear layer and embedding found, tied weights once.
 
 What cannot be gated safely is left out, with a word.
 """

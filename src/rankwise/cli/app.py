@@ -21,6 +21,7 @@ from rankwise.cli.presets import PRESETS
 from rankwise.cli.report import REPORT
 from rankwise.cli.runs import PRUNE, RUN, SWEEP, TRAIN
 from rankwise.cli.saved import EVALUATE, SAMPLE
+from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
 
@@ -106,7 +107,7 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _overview() -> str:
-    lines = [f"  {command.name:<10}{command.about}" for command in COMMANDS.values()]
+    lines = [wrapped(f"  {command.name:<10}{command.about}", indent=" " * 12) for command in COMMANDS.values()]
     return "\n".join(
         [
             "usage: rankwise COMMAND ...",
@@ -115,7 +116,7 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "`rankwise COMMAND --help` says more. A first try, without a download: rankwise run",
+            wrapped("`rankwise COMMAND --help` says more. A first try, no download: rankwise run"),
         ]
     )
 

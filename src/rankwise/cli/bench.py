@@ -12,7 +12,7 @@ from typing import Any
 
 from rankwise.cli.command import Command, Options, Parser, listed, whole_number
 from rankwise.cli.runs import RUNS
-from rankwise.cli.tables import print_table
+from rankwise.cli.tables import print_table, say
 
 COLUMNS = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
 
@@ -48,10 +48,8 @@ def bench(options: Options) -> None:
         return
     print_table(COLUMNS, [_cells(row) for row in rows], words=("engine", "model", "precision"))
     for line in lines:
-        print(line)
-    print(
-        f"\nSequences of {config.length} tokens; medians of {config.repeats} calls in turn; speed: against the first."
-    )
+        say(line)
+    say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls in turn; speed: against the first.")
     if kept is not None:
         print(f"Kept in {kept}.")
 

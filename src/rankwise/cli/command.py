@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: Command) -> None:
         super().__init__(
             prog=f"rankwise {command.name}",
-            usage=f"rankwise {command.name} {command.usage}",
-            description=f"{command.about}\n\n{command.details}",
+            usage=_usage(command),
+            description=f"{wrapped(command.about)}\n\n{_details(command)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             add_help=False,
@@ -75,6 +76,25 @@ class Parser(argparse.ArgumentParser):
         elif found := re.fullmatch(r"the following arguments are required: (.*)", message):
             message = f"`{self.prog}` needs {found[1]}. See `{self.prog} --help`."
         raise UsageError(message)
+
+
+def _usage(command: Command) -> str:
+    """In lines that fit; what stands in brackets stays together."""
+    bound = re.sub(r"\[[^]]*\]|--\S+ [A-Z]+", lambda found: found[0].replace(" ", "\0"), command.usage)
+    lines = wrapped(f"usage: rankwise {command.name} {bound}", indent=" " * len("usage: "))
+    return lines.removeprefix("usage: ").replace("\0", " ")
+
+
+def _details(command: Command) -> str:
+    """Paragraphs in lines that fit, each example in lines of its own."""
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n|example:)", " ", command.details).split("\n")
+    return "\n".join(_example(line) if line.startswith("example:") else wrapped(line) for line in paragraphs)
+
+
+def _example(line: str) -> str:
+    """A command that stays one when it is copied, with every option beside its value."""
+    bound = re.sub(r"(--\S+) (?=[^- ])", "\\1\0", line)
+    return wrapped(bound, indent="    ", ending=" \\").replace("\0", " ")
 
 
 def no_such_option(word: str, known: Sequence[str]) -> UsageError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, install_extra
 
 if TYPE_CHECKING:
     from rankwise.core.budget import Budget, SizeReport
@@ -87,7 +87,7 @@ def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[st
         from rankwise.hf.compress import compress_pretrained
     except ImportError:
         raise ImportError(
-            '`rankwise compress` needs transformers, which is not installed. pip install "rankwise[hf]".'
+            f"`rankwise compress` needs transformers, which is not installed. {install_extra('hf')}"
         ) from None
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]

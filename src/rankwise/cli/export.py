@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, one_of, whole_number
-from rankwise.cli.tables import print_table
+from rankwise.cli.tables import print_table, say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +77,7 @@ def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
     ]
     print_table(header, cells, words=("",))
     sizes = "; ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in rows[-1]["shapes"].items())
-    print(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
+    say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
     print(f"The model is in {target}.")
 
 

@@ -1,4 +1,4 @@
-"""Folders that hold a model: of a run, of `rankwise.save`, or of transformers."""
+"""Folders that hold a model: of a run, of `rankwise.save`, or of transformers; with their weights, or without."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.data.vocabulary import Vocabulary
+
+ASSUMED = (
+    "Only the configuration was read. All weights, those of heads too, are taken to be in the checkpoint: a head that "
+    "is fresh once the model is loaded is left out then."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +46,7 @@ def open_model(folder: Path) -> nn.Module:
         from rankwise.hf.loading import open_folder
 
         return open_folder(folder)
-    raise CheckpointError(
-        f"FOLDER must hold a model of a run, of `rankwise.save` or of transformers, but {folder} holds none of them."
-    )
+    raise _holds_none(folder)
 
 
 def open_own(folder: Path) -> Own | None:
@@ -62,3 +65,27 @@ def open_own(folder: Path) -> Own | None:
     found = {name: read(place / name) for name in OF_RUN}
     whole = {name: content for name, content in found.items() if content is not None}
     return Own(model, whole if len(whole) == len(found) else {})
+
+
+def open_empty(target: str) -> tuple[nn.Module, list[str]]:
+    """The model of a folder, or of a name on the hub, without its weights; and what is assumed of it."""
+    from rankwise.deploy.load import load_empty
+    from rankwise.deploy.save import STRUCTURE
+    from rankwise.experiments.folder import EXPERIMENT, find_run
+
+    folder = Path(target)
+    if (folder / EXPERIMENT).is_file():
+        return load_empty(find_run(folder)[1]), []
+    if (folder / STRUCTURE).is_file():
+        return load_empty(folder), []
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise _holds_none(folder)
+    from rankwise.hf.skeleton import empty_model
+
+    return empty_model(target), [ASSUMED]
+
+
+def _holds_none(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"FOLDER must hold a model of a run, of `rankwise.save` or of transformers, but {folder} holds none of them."
+    )

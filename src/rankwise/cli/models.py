@@ -1,4 +1,4 @@
-"""Models that the command line is told of: `package.module:builder` or `path/to/file.py:builder`."""
+"""Models that the command line is told of: `package.module:builder`, `path/to/file.py:builder`, a folder or a name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def find_model(target: str, *, weights: bool) -> tuple[nn.Module, list[str]]:
+    """The model that `target` names, without its weights where they are not needed; and what is assumed of it."""
+    from rankwise.cli.folders import open_empty, open_model
+
+    folder = Path(target)
+    if not folder.is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
+        return build(target), []
+    if not weights:
+        return open_empty(target)
+    if folder.is_dir():
+        return open_model(folder), []
+    from rankwise.hf.compress import load_model
+
+    return load_model(target), []
+
+
+def _is_module(name: str) -> bool:
+    """Whether Python code of that name is around, whose builder was not named."""
+    return name.isidentifier() and (Path(f"{name}.py").is_file() or importlib.util.find_spec(name) is not None)
 
 
 def build(target: str) -> nn.Module:

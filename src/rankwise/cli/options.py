@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import textwrap
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, UsageError, no_such_option
+from rankwise.cli.tables import columns, wrapped
 
 if TYPE_CHECKING:
     from rankwise.experiments.arms import AnyExperiment
@@ -99,8 +99,10 @@ def help_of(command: Command, arguments: Sequence[str]) -> str:
 def _settings_help(experiment: AnyExperiment) -> Iterator[str]:
     from rankwise.experiments.fields import BOTH, settings
 
-    width = max(shutil.get_terminal_size().columns, 2 * INDENT)
-    yield f"settings of {experiment.name}, with their values; --{BOTH}.NAME sets --base.NAME and --training.NAME:"
+    width = max(columns(), 2 * INDENT)
+    yield wrapped(
+        f"settings of {experiment.name}, with their values; --{BOTH}.NAME sets --base.NAME and --training.NAME:"
+    )
     yield from _entry("method", experiment.method.name, "How it is pruned; see `rankwise plan --help`.", width)
     for setting in settings(experiment).values():
         yield from _entry(setting.name, as_text(setting.value), setting.about, width)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.cli.tables import print_table
-from rankwise.errors import RankwiseError
+from rankwise.cli.tables import print_table, say
+from rankwise.errors import OutOfReachError, RankwiseError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.core.budget import Budget
+    from rankwise.core.plan import Plan
     from rankwise.methods.base import Method
 
 WORDS = ("name", "shape", "kind", "total", "left out", "why")
 """Columns that hold words; the others hold numbers, which stand to the right."""
+SHOWN = 5
+"""Layers that an error names."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,18 @@ class Outlook:
     fixed: int
     budget: int | None
     exported: int | None
+    notes: list[str]
+    """What is assumed of the model."""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="`package.module:builder` or `path/to/file.py:builder`")
     add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="`package.module:builder` or `path/to/file.py:builder`; or a folder of transformers, of a run or of "
+        "`rankwise.save`; or a name on the hub",
+    )
     add("--removed", type=number, metavar="FRACTION", help="budget: fraction of the parameters to remove")
     add("--of", type=one_of("model", "prunable"), metavar="WHAT", help="--removed is of the model or prunable")
     add("--params", type=whole_number, metavar="N", help="budget: parameters of the exported model")
@@ -73,15 +85,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def plan(options: Options) -> None:
-    from rankwise.cli.models import build
+    from rankwise.cli.models import find_model
 
     budget = _budget(options.of, options.removed, options.params, options.megabytes, options.latency_ms)
     chosen = _method(options.method)
-    model = build(options.model)
+    timed = budget is not None and budget.latency_ms is not None
+    model, notes = find_model(options.model, weights=timed)
     include, exclude = options.include, options.exclude or []
-    if budget is not None and budget.latency_ms is not None:
+    if budget is not None and timed:
         budget, exclude = _fast_enough(model, budget, include, exclude)
-    outlook = look_ahead(options.model, model, chosen, budget, include, exclude)
+    outlook = look_ahead(options.model, model, chosen, budget, include, exclude, notes)
     if options.json:
         print(json.dumps(dataclasses.asdict(outlook), indent=2))
     else:
@@ -130,7 +143,13 @@ def _method(name: str) -> Method:
 
 
 def look_ahead(
-    name: str, model: nn.Module, method: Method, budget: Budget | None, include: list[str] | None, exclude: list[str]
+    name: str,
+    model: nn.Module,
+    method: Method,
+    budget: Budget | None,
+    include: list[str] | None,
+    exclude: list[str],
+    notes: list[str],
 ) -> Outlook:
     """Plan the model and choose uniform ranks within the budget; changes nothing."""
     from rankwise.adapters.generic import find_plan
@@ -141,7 +160,10 @@ def look_ahead(
 
     found = planned(model, find_plan(model, include, exclude), method)
     account = account_of(model, found, method, trained=True)
-    limit = budget.resolve(account) if budget is not None else None
+    try:
+        limit = budget.resolve(account) if budget is not None else None
+    except OutOfReachError as error:
+        raise OutOfReachError(f"{error} {_fixed(model, found, account.dense)}") from None
     counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None
     rows = []
     for i, (site, curve) in enumerate(zip(found.sites, account.curves, strict=True)):
@@ -164,28 +186,57 @@ def look_ahead(
         component=next((word for kind, word in names.items() if isinstance(method, kind)), "rank"),
         final=isinstance(method, UniformRanks | MagnitudeGates),
         matrices=rows,
-        left_out=[{"name": item.name, "parameters": item.params, "reason": item.reason} for item in found.left_out],
+        left_out=[
+            {"name": each.name, "parameters": each.params, "share": each.params / account.dense, "reason": each.reason}
+            for each in found.left_out
+        ],
         dense=account.dense,
         prunable=account.prunable,
         fixed=account.fixed,
         budget=limit,
         exported=account.size(counts) if counts is not None else None,
+        notes=notes,
     )
+
+
+def _fixed(model: nn.Module, plan: Plan, dense: int) -> str:
+    """What cannot be pruned: the layers that were left out, largest first and tied weights once, and the rest."""
+    fixed = dense - plan.params
+    parts: dict[str, int] = {}
+    seen: set[int] = set()
+    for item in sorted(plan.left_out, key=lambda item: -item.params):
+        own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in seen}
+        seen |= own.keys()
+        if own:
+            name = item.name or "(model)"
+            parts[name if len(parts) < SHOWN else "other layers"] = sum(own.values()) + parts.get("other layers", 0)
+    if rest := fixed - sum(parts.values()):
+        parts["biases, norms and the like"] = rest
+    said = ", ".join(f"{name} {params:,} ({params / dense:.1%})" for name, params in parts.items())
+    return f"Left out of the plan: {said}. Without a budget this command says why."
 
 
 def show(outlook: Outlook) -> None:
     """Print the outlook: tables on a terminal, plain lines elsewhere."""
-    print(f"{outlook.model}, method {outlook.method}\n")
+    say(f"{outlook.model}, method {outlook.method}")
+    for note in outlook.notes:
+        say(note)
+    print()
     if outlook.matrices:
-        print_table(_header(outlook), [_cells(row) for row in outlook.matrices], WORDS)
+        print_table(_header(outlook), [_cells(name, row) for name, row in _alike(outlook.matrices)], WORDS)
         if outlook.budget is not None:
-            print(_note(outlook))
+            say(_note(outlook))
         print()
     print_table(["total", "parameters", "of dense"], _totals(outlook), WORDS)
     if outlook.left_out:
-        rows = [[item["name"] or "(model)", f"{item['parameters']:,}", item["reason"]] for item in outlook.left_out]
+        rows = [
+            [item["name"] or "(model)", f"{item['parameters']:,}", f"{item['share']:.2%}", item["reason"]]
+            for item in outlook.left_out
+        ]
         print()
-        print_table(["left out", "parameters", "why"], rows, WORDS)
+        print_table(["left out", "parameters", "of dense", "why"], rows, WORDS)
+    removed = 1 - outlook.fixed / outlook.dense
+    say(f"\nThe smallest size that can be reached is {outlook.fixed:,} parameters ({removed:.2%} removed).")
 
 
 def _header(outlook: Outlook) -> list[str]:
@@ -203,8 +254,34 @@ def _note(outlook: Outlook) -> str:
     return note + "; matrices keep their shape" if outlook.component == "weight" else note
 
 
-def _cells(row: Row) -> list[str]:
-    names = " = ".join(name or "(model)" for name in row.names)
+def _alike(rows: list[Row]) -> list[tuple[str, Row]]:
+    """Layers that differ in the numbers in their names alone have one row: `layers.0-29.mlp.up_proj`."""
+    groups: dict[Any, list[str]] = {}
+    for row in rows:
+        name = " = ".join(name or "(model)" for name in row.names)
+        like = dataclasses.replace(row, names=[re.sub(r"\d+", "#", name)])
+        groups.setdefault(json.dumps(dataclasses.asdict(like)), []).append(name)
+    found = []
+    for text, names in groups.items():
+        row = Row(**json.loads(text))
+        joined = _joined(names)
+        found += [(name, row) for name in ([joined] if joined else names)]
+    return found
+
+
+def _joined(names: list[str]) -> str | None:
+    """One name for those that differ in numbers, where these are all that lie in some ranges."""
+    numbers = zip(*([int(part) for part in re.findall(r"\d+", name)] for name in names), strict=True)
+    ranges = [sorted(set(each)) for each in numbers]
+    if len(names) == 1 or any(each != list(range(each[0], each[-1] + 1)) for each in ranges):
+        return names[0] if len(names) == 1 else None
+    if prod(map(len, ranges)) != len(names):
+        return None
+    words = iter(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges)
+    return re.sub(r"\d+", lambda _: next(words), names[0])
+
+
+def _cells(names: str, row: Row) -> list[str]:
     kinds = " = ".join(row.kinds)
     cells = [names, " x ".join(map(str, row.shape)), kinds, f"{row.parameters:,}"]
     if row.kept is None:
@@ -223,9 +300,11 @@ PLAN = Command(
     usage="MODEL [--removed FRACTION | --params N | --megabytes N | --latency-ms N] [--method NAME] ...",
     about="Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.",
     details="""\
-Nothing is trained or changed. A name matches itself and as the last part of a longer one.
+Nothing is trained or changed, and of a folder or a name on the hub only the configuration is read. Layers that
+differ in numbers alone share a row: layers.0-29.mlp. A name matches itself and as the last part of a longer one.
 
-example: rankwise plan my_models.py:build --removed 0.8 --exclude head""",
+example: rankwise plan my_models.py:build --removed 0.8 --exclude head
+example: rankwise plan my-bert --removed 0.35""",
     arguments=add_arguments,
     run=plan,
 )

@@ -7,13 +7,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, UsageError
-from rankwise.cli.tables import print_table
+from rankwise.cli.tables import print_table, say
 from rankwise.errors import nearest
 
 if TYPE_CHECKING:
     from rankwise.experiments.presets import Preset
 
-HEADER = ("preset", "parameters", "exported", "steps", "tokens", "corpus", "download", "about")
+HEADER = ("preset", "parameters", "exported", "steps", "tokens")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,8 +32,15 @@ def presets(options: Options) -> None:
     if options.json:
         print(json.dumps(entries, indent=1))
         return
-    print_table(HEADER, [_cells(entry) for entry in entries], words=("preset", "corpus", "about"))
-    print(f"\n{len(found)} of {len(KNOWN)} presets. `rankwise run NAME --help` shows the settings of one.")
+    # what many presets have in common is said once
+    groups: dict[str, list[list[str]]] = {}
+    for entry in entries:
+        groups.setdefault(_group(entry), []).append(_cells(entry))
+    for title, rows in groups.items():
+        say(f"{title}\n")
+        print_table(HEADER, rows, words=("preset",))
+        print()
+    say(f"{len(found)} of {len(KNOWN)} presets. `rankwise run NAME --help` shows the settings of one.")
 
 
 def _entry(one: Preset) -> dict[str, Any]:
@@ -42,12 +49,15 @@ def _entry(one: Preset) -> dict[str, Any]:
     return {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(outline(one.make()))}
 
 
+def _group(entry: dict[str, Any]) -> str:
+    megabytes, table = entry["download_megabytes"], entry["table"]
+    title = f"{table} table, {entry['about']}" if table else entry["about"]
+    return f"{title}. Corpus {entry['corpus']}, download {f'{megabytes} MB' if megabytes else 'none'}."
+
+
 def _cells(entry: dict[str, Any]) -> list[str]:
-    megabytes = entry["download_megabytes"]
-    about = f"{entry['about']}; table {entry['table']}" if entry["table"] else entry["about"]
     numbers = [f"{entry[name]:,}" for name in ("parameters", "exported", "steps")]
-    tokens = f"{entry['tokens'] / 1e6:,.1f}M"
-    return [entry["name"], *numbers, tokens, entry["corpus"], f"{megabytes} MB" if megabytes else "none", about]
+    return [entry["name"], *numbers, f"{entry['tokens'] / 1e6:,.1f}M"]
 
 
 PRESETS = Command(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.cli.command import Command, Options, Parser, UsageError
-from rankwise.cli.tables import print_table
+from rankwise.cli.tables import print_table, say
 from rankwise.report.figures import figures_of
 from rankwise.report.gather import gather
 from rankwise.report.page import page
@@ -20,7 +20,7 @@ def show_record(record: Mapping[str, Any]) -> None:
     found = table(record)
     print_table(found.columns, found.rows, words=("",))
     for note in found.notes:
-        print(note)
+        say(note)
 
 
 def add_arguments(parser: Parser) -> None:

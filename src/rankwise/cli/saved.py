@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.runs import RUNS
+from rankwise.cli.tables import say
 
 if TYPE_CHECKING:
     from rankwise.data.corpus import Corpus
@@ -52,7 +53,7 @@ def evaluate(options: Options) -> None:
         print(json.dumps(answer, indent=1))
     else:
         measure = quality.measure.replace("_", " ")
-        print(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
+        say(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
 
 
 def _read(config: CorpusConfig, of: Exported, split: str, watcher: Watcher) -> Corpus:

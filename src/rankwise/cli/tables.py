@@ -1,17 +1,17 @@
-"""Tables: drawn on a terminal where rich is installed, plain columns elsewhere."""
+"""What is printed for people to read: tables and sentences that fit the terminal, or 80 columns where there is none."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from rankwise.cli.layout import laid_out
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
-WIDE = 10_000
-"""Columns of a terminal on which everything fits."""
 
 
 def terminal(*, stderr: bool = False) -> Console | None:
@@ -26,39 +26,40 @@ def terminal(*, stderr: bool = False) -> Console | None:
     return None if console.is_dumb_terminal or not console.is_terminal else console
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> None:
-    """Print a table. Columns in `words` stand to the left; the others hold numbers, which stand to the right.
+def columns() -> int:
+    """Columns that a line may have."""
+    return shutil.get_terminal_size().columns
 
-    No cell is ever cut: on a narrow terminal headers are folded, and where that is not enough, columns are plain.
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> None:
+    """Print a table, with a rule below its header on a terminal.
+
+    Columns in `words` stand to the left; the others hold numbers, which stand to the right. No cell is ever cut.
     """
     console = terminal()
-    if console is not None:
-        for fold in (False, True):
-            table = _drawn(header, rows, words, fold=fold)
-            if console.measure(table, options=console.options.update(width=WIDE)).maximum <= console.width:
-                console.print(table)
-                return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(width) if name in words else cell.rjust(width)
-            for name, cell, width in zip(header, row, widths, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
+    for place, block in enumerate(laid_out(header, rows, words, columns())):
+        if place:
+            print()
+        if console is None:
+            print(*block.header, *block.body, sep="\n")
+            continue
+        letter = "─" if console.encoding.startswith("utf") else "-"
+        rule = letter * max(map(len, (*block.header, *block.body)))
+        console.print("\n".join(block.header), style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print("\n".join([rule, *block.body]), markup=False, highlight=False, soft_wrap=True)
 
 
-def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str], *, fold: bool) -> Table:
-    from rich import box
-    from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
+def say(text: str) -> None:
+    """Print a sentence; words that are longer than a line, such as paths, stay whole."""
+    print(wrapped(text))
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name, *cells in zip(header, *rows, strict=True):
-        needed = [*cells, *name.split()] if fold else [*cells, name]
-        table.add_column(
-            Text(name), justify="left" if name in words else "right", width=max(map(cell_len, needed), default=0)
-        )
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+
+def wrapped(text: str, indent: str = "", ending: str = "") -> str:
+    """A text, whose paragraphs end at line breaks, in lines that fit.
+
+    All lines of a paragraph but the first begin with `indent`, all but the last end with `ending`.
+    """
+    wrapper = textwrap.TextWrapper(
+        columns() - len(ending), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(f"{ending}\n".join(wrapper.wrap(line)) for line in text.split("\n"))

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import BudgetError
+from rankwise.errors import BudgetError, OutOfReachError
 
 
 def count(model: nn.Module) -> int:
@@ -222,7 +222,7 @@ class Budget:
             assert self.params is not None
             limit = int(self.params)
         if limit < account.fixed:
-            raise BudgetError(self._too_small(limit, account))
+            raise OutOfReachError(self._too_small(limit, account))
         return limit
 
     def _storage(self, account: Account) -> Storage:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import RankwiseError, install_extra, nearest
 
 Call: TypeAlias = Callable[[], object]
 """The model on the example inputs, once."""
@@ -126,7 +126,7 @@ def _packages_missing(*names: str) -> Callable[[], str | None]:
         absent = [name for name in names if find_spec(name) is None]
         if not absent:
             return None
-        return f'it needs {" and ".join(absent)}. Install them: pip install "rankwise[export]".'
+        return f"it needs {' and '.join(absent)}. {install_extra('export')}"
 
     return missing
 

@@ -94,6 +94,34 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     _check_files(path, saved)
     values = _read_tensors(path, saved)
     _check_masks(path, saved, values)
+    return _filled(saved, skeleton, slots, instead, values)
+
+
+def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
+    """The model that was saved in `folder` on the meta device: its layers, dtypes and ties, but no weights.
+
+    Its architecture must be one of rankwise's own. The file of weights is not read.
+    """
+    path = Path(folder)
+    saved = _read_structure(path)
+    with torch.device("meta"):
+        skeleton = build(_dense_config(path, saved))
+    instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
+    slots = _slots(saved, skeleton, instead)
+    try:
+        values = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, shape) in saved.tensors.items()
+        }
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise _damaged(path / STRUCTURE, str(error)) from None
+    return _filled(saved, skeleton, slots, instead, values)
+
+
+def _filled(
+    saved: Saved, skeleton: nn.Module, slots: list[Slot], instead: dict[int, nn.Module], values: dict[str, Tensor]
+) -> nn.Module:
+    """The skeleton, which takes on the saved layers and tensors."""
     placed = _place(saved, slots, values)
     casts = list(_casts(saved, skeleton, slots))
 

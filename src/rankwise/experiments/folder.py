@@ -128,6 +128,14 @@ def read_experiment(folder: Path) -> AnyExperiment:
 
 def load_run(folder: Path) -> Exported:
     """The model of a run: that of the folder itself, or of the method that the experiment in it is about."""
+    place, model, vocabulary = find_run(folder)
+    own = read_experiment(place)
+    assert isinstance(own, Experiment)
+    return Exported(place, own, load(model).eval(), vocabulary)
+
+
+def find_run(folder: Path) -> tuple[Path, Path, Vocabulary]:
+    """Where the model of a run stands: its part of the run, the model itself, and its vocabulary."""
     experiment = read_experiment(folder)
     if not isinstance(experiment, Experiment):
         raise CheckpointError(
@@ -145,9 +153,7 @@ def load_run(folder: Path) -> Exported:
             f"A run must be finished before its model can be used, but there is none in {place}. "
             "Run the same command again to go on."
         )
-    own = read_experiment(place)
-    assert isinstance(own, Experiment)
-    return Exported(place, own, load(model).eval(), vocabulary)
+    return place, model, vocabulary
 
 
 def refuse_sweep(folder: Path) -> None:

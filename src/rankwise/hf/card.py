@@ -37,7 +37,7 @@ def card(
         + f" by rankwise {VERSION}, which writes weight matrices as products of two smaller ones.",
         "",
         "```python",
-        'import rankwise  # pip install "rankwise[hf]"',
+        'import rankwise  # pip install ".[hf]" in a clone of rankwise',
         f"from transformers import {kind}",
         "",
         f"model = {kind}.from_pretrained({json.dumps(name)})",

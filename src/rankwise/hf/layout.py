@@ -39,8 +39,8 @@ VERSION = 2
 UNSEALED = 1
 """The version without checksums."""
 REMEDY = (
-    'its layers are those of rankwise; install it (pip install "rankwise[hf]") and say `import rankwise` '
-    "before `from_pretrained`"
+    'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and say '
+    "`import rankwise` before `from_pretrained`"
 )
 """What people read who load a folder without the package."""
 OTHER_SIZES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, install_extra
 
 
 def open_folder(folder: Path) -> nn.Module:
@@ -17,7 +17,7 @@ def open_folder(folder: Path) -> nn.Module:
         import transformers
     except ImportError:
         raise CheckpointError(
-            f'{folder} holds a model of transformers, which is not installed. Install it: pip install "rankwise[hf]".'
+            f"{folder} holds a model of transformers, which is not installed. {install_extra('hf')}"
         ) from None
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())

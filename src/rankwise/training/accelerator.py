@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, install_extra
 from rankwise.training.config import TrainingConfig
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 except ImportError as error:
-    raise ImportError("Training needs the package accelerate. Install it: pip install 'rankwise[train]'.") from error
+    raise ImportError(
+        f"Training needs the package accelerate, which is not installed. {install_extra('train')}"
+    ) from error
 
 
 def make_accelerator(config: TrainingConfig, folder: Path, trackers: Sequence[str]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.deploy.export.program import Captured, Inputs, first_line, flatten, quiet
 from rankwise.deploy.measure import evaluating
 from rankwise.deploy.save import whole_folder
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, install_extra
 from rankwise.files import sync, write_json
 from rankwise.version import VERSION
 
@@ -219,7 +219,7 @@ def imported(name: str, *, package: str | None = None) -> Any:
     except ImportError as error:
         raise CheckpointError(
             f"This export needs the package {package or name}, but it is not installed ({error}). "
-            'Install it: pip install "rankwise[export]".'
+            f"{install_extra('export')}"
         ) from error
 
 

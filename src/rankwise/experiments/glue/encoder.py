@@ -14,13 +14,13 @@ from torch import nn
 
 from rankwise.data.glue.tasks import Task
 from rankwise.deploy.inputs import positions_of
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, install_extra
 
 try:
     import transformers
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 except ImportError as error:
-    raise ImportError("GLUE needs the package transformers. Install it: pip install 'rankwise[hf]'.") from error
+    raise ImportError(f"GLUE needs the package transformers, which is not installed. {install_extra('hf')}") from error
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
