@@ -210,7 +210,7 @@ def _shrink(
         if use.is_embedding:
             words = module if use.kind == "embedding" else pair(module)[0]
             assert isinstance(words, nn.Embedding)
-            become(module, export.as_embedding(words.padding_idx))
+            become(module, export.as_embedding(words.padding_idx, words))
         else:
             become(module, export.as_linear(bias_of(module, use)))
     for tensor in old:
