@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from rankwise.adapters import families
 from rankwise.adapters.generic import find_plan
 from rankwise.adapters.readers import answer
-from rankwise.core.budget import Account, Budget, count
+from rankwise.core.budget import Budget, CostCurve, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
-from rankwise.core.choice import ranked_counts
+from rankwise.core.choice import ranked_counts, uniform_counts
 from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
@@ -32,6 +33,7 @@ from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, check_arguments, planned
 
+Progress = Callable[[str, int, int], None]
 SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
@@ -49,10 +51,14 @@ def compress(
     layout: Literal["pair", "pivot"] = "pair",
     rank_multiple: int = 1,
     in_place: bool = False,
+    ranks: Literal["global", "even"] = "global",
+    progress: Progress | None = None,
 ) -> nn.Module:
     """A model of the size asked for, at once.
 
-    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
+    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter. A layer
+    on which the loss does not depend, or that would lose every component, is left as it is, and the others lose more,
+    unless that would take all components of another one.
 
     Args:
         model: stays as it is, unless `in_place` is set.
@@ -65,7 +71,12 @@ def compress(
         layout: how a matrix of low rank is stored, see `rankwise.methods.representations.Factorized`.
         rank_multiple: keep ranks at multiples of this number, for hardware.
         in_place: `model` itself becomes small, in little more memory than it takes already.
+        ranks: "global" as above, or "even": the same share of every matrix's rank.
+        progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
+    if ranks not in ("global", "even"):
+        raise ValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
+    progress = progress or (lambda what, done, total: None)
     init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
     check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
     if loss is not None and calibration is None:
@@ -82,18 +93,24 @@ def compress(
 
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:
-        weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        shown = list(loss_batches or data.batches or [])
+        weights = output_weights(model, plan, _counted(shown, partial(progress, "gradients")), loss)
         data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         data.unreached = {site.name for site in plan.sites if site.name not in weights}
         trim()
-    counts = _choose(model, method, account, limit, rank_multiple, data)
+    curves = dict(zip((site.name for site in plan.sites), account.curves, strict=True))
+    scores = None if ranks == "even" else _scores(model, method, curves, data, progress)
+    chosen = _choose(curves, scores, limit - account.fixed, rank_multiple, _unseen(data))
     _warn_of_unreached([site for site in plan.sites if site.name in data.unreached])
-    for site, moments in data.moments():
-        _shrink(model, site, method, counts[site.name], moments, budget.dtype)
+    _warn_of_alone([site for site in plan.sites if site.name in chosen.alone - data.unreached])
+    for done, (site, moments) in enumerate(data.moments(), 1):
+        if site.name not in chosen.alone:
+            _shrink(model, site, method, chosen.counts[site.name], moments, budget.dtype)
+        progress("factors", done, len(plan.sites))
     answer(model)
     families.changed(model)
     # less where pivots would have suffered in half precision
-    assert count(model) <= account.size([counts[site.name] for site in plan.sites]) <= limit
+    assert count(model) <= account.size([chosen.counts[site.name] for site in plan.sites]) <= limit
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
@@ -155,13 +172,19 @@ class _Data:
             yield group
 
 
-def _choose(
-    model: nn.Module, method: Svd, account: Account, limit: int, rank_multiple: int, data: _Data
-) -> Mapping[str, int]:
-    """How many components of each site are kept."""
-    curves = dict(zip((site.name for site in data.plan.sites), account.curves, strict=True))
+def _counted(batches: Sequence[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, batch in enumerate(batches):
+        progress(done, len(batches))
+        yield batch
+    progress(len(batches), len(batches))
+
+
+def _scores(
+    model: nn.Module, method: Svd, curves: Mapping[str, CostCurve], data: _Data, progress: Progress
+) -> dict[str, Tensor]:
+    """What each component of each site is worth."""
     scores: dict[str, Tensor] = {}
-    for site, moments in data.moments():
+    for done, (site, moments) in enumerate(data.moments(), 1):
         curve = curves[site.name]
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
@@ -169,21 +192,78 @@ def _choose(
             energy = factorized(source(model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         trim()
-    ordered = [scores[name] for name in curves]
-    chosen = ranked_counts(ordered, account.curves, limit - account.fixed, rank_multiple)
-    return dict(zip(curves, chosen, strict=True))
+        progress("ranks", done, len(curves))
+    return scores
+
+
+def _unseen(data: _Data) -> set[str]:
+    """Sites on which the loss does not depend."""
+    return {site.name for site in data.plan.sites if site.name not in data.weights} if data.weights else set()
+
+
+class _Chosen(NamedTuple):
+    counts: dict[str, int]
+    """Components that are kept, by site."""
+    alone: set[str]
+    """Sites that stay as they are, because nothing says what they are worth, or they would lose everything."""
+
+
+def _choose(
+    curves: Mapping[str, CostCurve], scores: Mapping[str, Tensor] | None, room: int, multiple: int, unseen: set[str]
+) -> _Chosen:
+    """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
+
+    A layer of rank 0 says the same to every input, which no error of second order foresees. So it is better left alone,
+    as long as no other layer comes to that instead.
+    """
+
+    def choose(alone: set[str]) -> dict[str, int] | None:
+        rest = [name for name in curves if name not in alone]
+        left = room - sum(curves[name].full for name in alone)
+        if left < 0:
+            return None
+        few = [curves[name] for name in rest]
+        found = (
+            uniform_counts(few, left, multiple)
+            if scores is None
+            else ranked_counts([scores[name] for name in rest], few, left, multiple)
+        )
+        return {**{name: curves[name].num_components for name in alone}, **dict(zip(rest, found, strict=True))}
+
+    def empty(counts: Mapping[str, int]) -> set[str]:
+        return {name for name, k in counts.items() if k == 0}
+
+    plain = choose(set())
+    assert plain is not None
+    for alone, most in ((unseen | empty(plain), set()), (unseen, empty(plain))):
+        counts = choose(alone)
+        if counts is not None and empty(counts) <= most:
+            return _Chosen(counts, alone)
+    return _Chosen(plain, set())
+
+
+def _named(sites: Sequence[Site]) -> str:
+    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
+    return ", ".join(str(site) for site in sites[:8]) + more
 
 
 def _warn_of_unreached(sites: Sequence[Site]) -> None:
-    if not sites:
-        return
-    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
-    warnings.warn(
-        "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, but "
-        f"these are not: {', '.join(str(site) for site in sites[:8])}{more}. Nothing says what they are worth: add "
-        "batches that reach them, or exclude them from the plan.",
-        stacklevel=3,
-    )
+    if sites:
+        warnings.warn(
+            "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, "
+            f"but these are not: {_named(sites)}. Nothing says what they are worth: add batches that reach them, or "
+            "exclude them from the plan.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_alone(sites: Sequence[Site]) -> None:
+    if sites:
+        warnings.warn(
+            "These layers are left as they are, and others lose more, because the loss hardly depends on them and they "
+            f"would have lost everything: {_named(sites)}. Exclude them from the plan if that is right.",
+            stacklevel=3,
+        )
 
 
 def _shrink(

@@ -44,7 +44,7 @@ class ByBuffer(nn.Embedding):
 
 
 class Words(nn.Module):
-    """A table, a layer, and a head that may be tied to the table; `outside` is a scale that the model applies itself."""
+    """A table, a layer, and a head, tied to the table or not; `outside` is a scale that the model applies itself."""
 
     def __init__(self, table: nn.Embedding, *, tied: bool, outside: float = 1.0) -> None:
         super().__init__()
