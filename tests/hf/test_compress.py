@@ -17,8 +17,9 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import plan_of, sampled_loss
 from rankwise.deploy.inputs import positions_of
+from rankwise.deploy.windows import Calibration, text_windows
 from rankwise.hf.compress import compress_pretrained, numbering
 from rankwise.modules import PivotLinear
 
