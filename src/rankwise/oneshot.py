@@ -57,8 +57,8 @@ def compress(
     """A model of the size asked for, at once.
 
     Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter. A layer
-    on which the loss does not depend, or that would lose every component, is left as it is, and the others lose more,
-    unless that would take all components of another one.
+    on which the loss does not depend is left as it is, and the others lose more, as long as they have anything left; and
+    so is one that would lose every component, unless another one would then.
 
     Args:
         model: stays as it is, unless `in_place` is set.
@@ -214,7 +214,7 @@ def _choose(
     """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
 
     A layer of rank 0 says the same to every input, which no error of second order foresees. So it is better left alone,
-    as long as no other layer comes to that instead.
+    as long as no other layer comes to that instead. What is `unseen` is left alone as long as others have anything left.
     """
 
     def choose(alone: set[str]) -> dict[str, int] | None:
@@ -235,9 +235,9 @@ def _choose(
 
     plain = choose(set())
     assert plain is not None
-    for alone, most in ((unseen | empty(plain), set()), (unseen, empty(plain))):
+    for alone, most in ((unseen | empty(plain), 0), (unseen, len(curves) - len(unseen) - 1)):
         counts = choose(alone)
-        if counts is not None and empty(counts) <= most:
+        if counts is not None and len(empty(counts)) <= most:
             return _Chosen(counts, alone)
     return _Chosen(plain, set())
 

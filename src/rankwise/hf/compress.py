@@ -70,7 +70,7 @@ def compress_pretrained(
         quality = made.quality
         figures = {quality.measure: (quality.dense, quality.small)} if quality and isfinite(quality.small) else None
         speed = {f"{tokens} token{'s'[: tokens - 1]} on {made.device}": pair for tokens, pair in made.speed.items()}
-        save_pretrained(
+        left = save_pretrained(
             *(small, target),  # type: ignore[arg-type]
             tokenizer=load_tokenizer(model, needed=False),
             size=made,
@@ -78,7 +78,10 @@ def compress_pretrained(
             speed=speed,
             base_model=model,
             overwrite=overwrite or replace,
+            files_from=model,
         )
+        if left and listener is not None:
+            listener.say(f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}.")
 
     prepare = None
     if calibration is not None:
