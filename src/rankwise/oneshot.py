@@ -57,8 +57,8 @@ def compress(
     """A model of the size asked for, at once.
 
     Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter. A layer
-    on which the loss does not depend is left as it is, and the others lose more, as long as they have anything left; and
-    so is one that would lose every component, unless another one would then.
+    on which the loss does not depend is left as it is, and the others lose more, as long as they have anything left.
+    So is one that would lose every component, unless another one would then.
 
     Args:
         model: stays as it is, unless `in_place` is set.
@@ -214,7 +214,7 @@ def _choose(
     """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
 
     A layer of rank 0 says the same to every input, which no error of second order foresees. So it is better left alone,
-    as long as no other layer comes to that instead. What is `unseen` is left alone as long as others have anything left.
+    as long as no other layer comes to that instead; what is `unseen`, as long as others have anything left.
     """
 
     def choose(alone: set[str]) -> dict[str, int] | None:
