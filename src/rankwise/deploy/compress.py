@@ -112,7 +112,7 @@ def shrink(
         return Compressed(
             **vars(SizeReport.of(model, account, budget)),
             ranks=ranks,
-            quality=kept_back and kept_back.quality(model),
+            quality=None if kept_back is None else kept_back.quality(model),
             speed={number: (time, after[number]) for number, time in before.items() if number in after},
             device=str(next(model.parameters()).device),
         )

@@ -218,7 +218,9 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
     table = module[0] if isinstance(module, nn.Sequential) and len(module) else module
     words = made[0] if isinstance(made, nn.Sequential) else made
     if isinstance(table, nn.Embedding) and isinstance(words, nn.Embedding):
-        words = embedding(words.weight, words.padding_idx, table)
+        weight = words.weight
+        assert isinstance(weight, nn.Parameter)
+        words = embedding(weight, words.padding_idx, table)
         return joined(words, made[1]) if isinstance(made, nn.Sequential) else words  # type: ignore[arg-type]
     return made
 

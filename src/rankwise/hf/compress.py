@@ -61,9 +61,9 @@ def compress_pretrained(
 
     def load() -> nn.Module:
         nonlocal cached
-        found = load_model(model)
+        found: nn.Module = load_model(model)
         cached = _cache(found, False)
-        return found.to(device=place(device, found), dtype=dtype)  # type: ignore[arg-type, call-arg]
+        return found.to(device=place(device, found), dtype=dtype)
 
     def save(small: nn.Module, made: Compressed, replace: bool) -> None:
         _cache(small, cached)

@@ -55,7 +55,7 @@ def _found(source: str, name: str) -> Path | None:
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
