@@ -73,6 +73,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
 scaled = pytest.mark.parametrize("make", [ByNumber, ByBuffer])
 
 
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @scaled
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["pair", "pivot"])
