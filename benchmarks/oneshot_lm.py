@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import svd
-from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import plan_of, sampled_loss
+from rankwise.deploy.windows import Calibration, text_windows
 from rankwise.errors import RankwiseError
 from rankwise.hf.compress import numbering
 from rankwise.modules import linear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from itertools import permutations
 from typing import Any
 
@@ -20,6 +21,7 @@ from rankwise import oneshot
 from rankwise.adapters.generic import find_plan
 from rankwise.core import factorize
 from rankwise.core.calibrate import calls, output_weights, second_moments
+from rankwise.core.choice import uniform_counts
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
 
@@ -29,6 +31,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), logits.detach().flatten(0, -2).argmax(1), reduction="sum")
 
 
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @settings(max_examples=40)
 @given(specs, st.sampled_from(["pair", "pivot"]), st.booleans(), st.integers(5, 95), st.sampled_from(["cpu", "cuda"]))
 def test_any_model_is_compressed_to_the_exact_size(
@@ -121,9 +124,10 @@ def test_words_are_weighed_by_the_gradients_where_they_stand() -> None:
 class Aside(nn.Module):
     """Two layers and a third that reads what they give, beside the answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.first, self.second, self.aside = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.aside = nn.Linear(32, width, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.second(torch.relu(self.first(x)))
@@ -137,7 +141,9 @@ def rank(layer: nn.Module) -> int:
 
 @given(st.integers(-20, 20), st.sampled_from([None, 0.0, 1e-6]))
 @settings(max_examples=10)
-def test_what_the_loss_does_not_depend_on_gives_way_at_any_scale_of_the_loss(power: int, share: float | None) -> None:
+def test_what_the_loss_does_not_depend_on_is_left_alone_at_any_scale_of_the_loss(
+    power: int, share: float | None
+) -> None:
     """Unused, used with a weight of zero, or next to nothing: ranks are the same, and those of the answer alone."""
     torch.manual_seed(0)
     model, x = Aside(), torch.randn(64, 32)
@@ -147,27 +153,72 @@ def test_what_the_loss_does_not_depend_on_gives_way_at_any_scale_of_the_loss(pow
         error = (output[0] - want).square().sum()
         return 2.0**power * (error if share is None else error + share * output[1].sum())
 
-    small = rw.compress(model, rw.Budget(removed=0.5), [x], loss=loss)
-    assert rank(small.aside) == 0
+    with pytest.warns(UserWarning, match=r"left as they are, and others lose more.* everything: aside\. Exclude"):
+        small = rw.compress(model, rw.Budget(removed=0.5), [x], loss=loss)
+    assert torch.equal(small.aside.weight, model.aside.weight)
+    assert 32 * 32 * 3 // 2 - 64 < rw.count(small) <= 32 * 32 * 3 // 2
     alone = rw.compress(
         nn.Sequential(model.first, nn.ReLU(), model.second),
-        rw.Budget(params=rw.count(small)),
+        rw.Budget(params=rw.count(small) - 32 * 32),
         [x],
         loss=lambda output: (output - want).square().sum(),
     )
     assert (rank(small.first), rank(small.second)) == (rank(alone[0]), rank(alone[2]))
 
 
-def test_what_the_loss_does_not_depend_on_fills_what_is_left() -> None:
-    """Its components are those of the data: there is nothing to weigh outputs by."""
-    model, x = Aside(), torch.randn(64, 32)
-    budget = rw.Budget(params=32 * 32 * 2 + 8 * 64)
+def test_what_the_loss_does_not_depend_on_gives_way_where_the_budget_asks_for_it() -> None:
+    """It fills what is left. Its components are those of the data: there is nothing to weigh outputs by."""
+    model, x = Aside(width=256), torch.randn(64, 32)
+    budget = rw.Budget(params=32 * 32 * 2 + 8 * (32 + 256))
     small = rw.compress(model, budget, [x], loss=lambda output: 1e-6 * output[0].square().sum())
     assert [rank(layer) for layer in small.children()] == [32, 32, 8]
     h = model(x)[0].detach()
     factors = factorize.svd(model.aside.weight, 8, Moments(h.t() @ h / len(h)))
     want = h @ (factors.p_OR @ factors.q_RI).t()
     torch.testing.assert_close(small.aside(h), want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_is_not_left_alone_at_the_price_of_another() -> None:
+    """With `aside` whole there would be no component for the layers that answer."""
+    model, x = Aside(), torch.randn(64, 32)
+    small = rw.compress(model, rw.Budget(params=32 * 32 + 63), [x], loss=lambda output: output[0].square().sum())
+    assert rank(small.aside) == 0
+    assert min(rank(small.first), rank(small.second)) > 0
+
+
+@given(specs, st.sampled_from(["pair", "pivot"]), st.integers(1, 4), st.integers(5, 95))
+@settings(max_examples=20)
+def test_even_ranks_keep_the_same_share_of_every_matrix(spec: Spec, layout: Any, multiple: int, percent: int) -> None:
+    model, budget = spec.build(), rw.Budget(removed=percent / 100)
+    try:
+        pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", layout=layout)
+    except rw.BudgetError:
+        return
+    curves, room = pruner.account.curves, pruner.limit - pruner.account.fixed
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "These layers are left as they are")
+        small = rw.compress(model, budget, [batch(spec, size=4)], layout=layout, ranks="even", rank_multiple=multiple)
+    want = uniform_counts(curves, room, multiple)
+    if all(want):
+        assert rw.count(small) == pruner.account.size(want)
+    assert rw.count(small) <= pruner.limit
+
+
+def test_other_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match='`ranks` must be "global" or "even", but is \'equal\' instead'):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), ranks="equal")  # type: ignore[arg-type]
+
+
+def test_progress_is_told_of_every_batch_and_matrix() -> None:
+    told: list[tuple[str, int, int]] = []
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(9, 8)
+    rw.compress(
+        *(model, rw.Budget(removed=0.5), [x, x, x]),
+        loss=lambda y: y.square().sum(),
+        progress=lambda what, done, total: told.append((what, done, total)),
+    )
+    gradients = [("gradients", done, 3) for done in range(4)]
+    assert told == [*gradients, ("ranks", 1, 2), ("ranks", 2, 2), ("factors", 1, 2), ("factors", 2, 2)]
 
 
 def test_a_loss_that_depends_on_nothing_is_refused() -> None:
@@ -341,8 +392,9 @@ def test_what_no_batch_reaches_is_named(weighed: bool) -> None:
     model, batches = Experts(3), [chosen(0), chosen(1)]
     with pytest.warns(UserWarning, match=r"should be reached by a batch .*, but these are not: experts.2\. .* exclude"):
         small = rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy if weighed else None)
-    # with a loss it costs nothing; without one it has its share, by its weights alone
-    assert (rank(small.experts[2]) == 0) == weighed
+    # with a loss it is left alone; without one it has its share, by its weights alone
+    assert rank(small.experts[2]) > 0
+    assert not weighed or torch.equal(small.experts[2].weight, model.experts[2].weight)
     x = chosen(0)
     assert (small(x) - model(x)).norm() < 0.05 * model(x).norm()
 
@@ -419,11 +471,13 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_alone() -> None
     assert not model._forward_hooks
 
 
-def test_a_layer_that_data_reach_as_zeros_alone_gives_way_and_stays_finite() -> None:
+def test_a_layer_that_data_reach_as_zeros_alone_is_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 16))
     nn.init.constant_(model[0].bias, -100.0)
     x = torch.randn(20, 16)
-    small = rw.compress(model, rw.Budget(removed=0.5), calibration=[x])
+    with pytest.warns(UserWarning, match=r"left as they are, .* everything: 2\. Exclude"):
+        small = rw.compress(model, rw.Budget(removed=0.5), calibration=[x])
+    assert torch.equal(small[2].weight, model[2].weight)
     assert all(torch.isfinite(parameter).all() for parameter in small.parameters())
     torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-3)

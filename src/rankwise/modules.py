@@ -7,6 +7,7 @@ Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, N = words, 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, overload
 
 import torch
@@ -145,12 +146,65 @@ def linear(weight_OI: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     return module
 
 
-def embedding(weight_ND: nn.Parameter, padding_idx: int | None) -> nn.Embedding:
-    """An `nn.Embedding` around a given parameter."""
+def embedding(weight_ND: nn.Parameter, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Embedding:
+    """An `nn.Embedding` around a given parameter; where `like` has a forward of its own, of its class and settings."""
     num_words, width = weight_ND.shape
     module = nn.Embedding(num_words, width, padding_idx, _weight=weight_ND.detach())
     module.weight = weight_ND
+    if like is not None and has_own_forward(like):
+        module.__class__ = type(like)
+        vars(module).update({name: value for name, value in vars(like).items() if name not in vars(module)})
+        module._buffers.update({name: buffer for name, buffer in like._buffers.items() if name != "weight"})
+        module._non_persistent_buffers_set |= like._non_persistent_buffers_set - {"weight"}
     return module
+
+
+def has_own_forward(table: nn.Embedding) -> bool:
+    """Whether a table of words does more, or other things, than look up rows."""
+    return type(table).forward is not nn.Embedding.forward
+
+
+def scale_of(table: nn.Embedding) -> float | None:
+    """The number by which a table of words multiplies the rows that it looks up; None where it does anything else.
+
+    It is tried out on a small table of the same class: such a table may hold one factor of a low-rank pair, since the
+    product with the other factor is scaled just as well (BART, Gemma).
+    """
+    if not has_own_forward(table):
+        return 1.0
+    device = next((buffer for buffer in table._buffers.values() if buffer is not None), table.weight).device
+    if device.type == "meta":
+        return None
+    # rows of very different sizes, words in no order and more than once: no other function gives the same
+    rows = torch.tensor([[10.0**k, -(2.0**k), 0.7 + k] for k in range(-2, 3)], device=device)
+    words = torch.tensor([[3, 0, 4, 1], [1, 2, 0, 3]], device=device)
+    padding_idx = None if table.padding_idx is None else 1
+    probe = embedding(nn.Parameter(rows, requires_grad=False), padding_idx, table)
+    # a forward may draw random numbers, as dropout does
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            found = [probe.train(training).forward(words) for training in (True, False)]
+        # the code of a stranger may raise anything
+        except Exception:
+            return None
+        try:
+            probe.forward(words.float())
+        except Exception:
+            scale = float(found[0].flatten()[0] / rows[3, 0]) if isinstance(found[0], Tensor) else 0.0
+            alike = scale and all(y.shape == (2, 4, 3) and torch.allclose(y, scale * rows[words]) for y in found)
+            return scale if alike and math.isfinite(scale) else None
+        # a table that multiplies by its rows, too (Ovis2)
+        return None
+
+
+def scaling_of(table: nn.Embedding) -> nn.Embedding | None:
+    """The scaling of a table alone: a table of the one number 1, which is no parameter; None for a plain table."""
+    if not has_own_forward(table):
+        return None
+    made = embedding(nn.Parameter(table.weight.new_ones(1, 1), requires_grad=False), None, table)
+    one = made._parameters.pop("weight")
+    made.register_buffer("weight", one.detach() if one is not None else None, persistent=False)
+    return made
 
 
 @overload

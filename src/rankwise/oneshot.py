@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from rankwise.adapters.generic import find_plan
 from rankwise.adapters.readers import answer
 from rankwise.core.budget import Budget, CostCurve, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
-from rankwise.core.choice import ranked_counts
+from rankwise.core.choice import ranked_counts, uniform_counts
 from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
@@ -33,6 +34,7 @@ from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, check_arguments, planned
 
+Progress = Callable[[str, int, int], None]
 SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
@@ -51,10 +53,14 @@ def compress(
     rank_multiple: int | None = None,
     target: str | Target | None = None,
     in_place: bool = False,
+    ranks: Literal["global", "even"] = "global",
+    progress: Progress | None = None,
 ) -> nn.Module:
     """A model of the size asked for, at once.
 
-    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
+    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter. A layer
+    on which the loss does not depend is left as it is, and the others lose more, as long as they have anything left.
+    So is one that would lose every component, unless another one would then.
 
     Args:
         model: stays as it is, unless `in_place` is set.
@@ -70,7 +76,12 @@ def compress(
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file, in the pivot layout; see
             `rankwise.core.targets`); by default the device that it is on.
         in_place: `model` itself becomes small, in little more memory than it takes already.
+        ranks: "global" as above, or "even": the same share of every matrix's rank.
+        progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
+    if ranks not in ("global", "even"):
+        raise ValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
+    progress = progress or (lambda what, done, total: None)
     init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
     check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
     if loss is not None and calibration is None:
@@ -88,19 +99,24 @@ def compress(
 
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:
-        weights = output_weights(model, plan, loss_batches or data.batches or [], loss)
+        shown = list(loss_batches or data.batches or [])
+        weights = output_weights(model, plan, _counted(shown, partial(progress, "gradients")), loss)
         data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         data.unreached = {site.name for site in plan.sites if site.name not in weights}
         trim()
     curves = dict(zip((site.name for site in plan.sites), account.curves, strict=True))
-    counts = _choose(model, method, curves, limit - account.fixed, data)
+    scores = None if ranks == "even" else _scores(model, method, curves, data, progress)
+    chosen = _choose(curves, scores, limit - account.fixed, _unseen(data))
     _warn_of_unreached([site for site in plan.sites if site.name in data.unreached])
-    for site, moments in data.moments():
-        _shrink(model, site, curves[site.name], counts[site.name], moments, budget.dtype)
+    _warn_of_alone([site for site in plan.sites if site.name in chosen.alone - data.unreached])
+    for done, (site, moments) in enumerate(data.moments(), 1):
+        if site.name not in chosen.alone:
+            _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, budget.dtype)
+        progress("factors", done, len(plan.sites))
     answer(model)
     families.changed(model)
     # less where pivots would have suffered in half precision
-    assert count(model) <= account.size([counts[site.name] for site in plan.sites]) <= limit
+    assert count(model) <= account.size([chosen.counts[site.name] for site in plan.sites]) <= limit
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
@@ -162,12 +178,19 @@ class _Data:
             yield group
 
 
-def _choose(
-    model: nn.Module, method: Svd, curves: Mapping[str, CostCurve], room: int, data: _Data
-) -> Mapping[str, int]:
-    """How many components of each site are kept."""
+def _counted(batches: Sequence[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, batch in enumerate(batches):
+        progress(done, len(batches))
+        yield batch
+    progress(len(batches), len(batches))
+
+
+def _scores(
+    model: nn.Module, method: Svd, curves: Mapping[str, CostCurve], data: _Data, progress: Progress
+) -> dict[str, Tensor]:
+    """What each component of each site is worth."""
     scores: dict[str, Tensor] = {}
-    for site, moments in data.moments():
+    for done, (site, moments) in enumerate(data.moments(), 1):
         curve = curves[site.name]
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
@@ -175,21 +198,76 @@ def _choose(
             energy = factorized(source(model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         trim()
-    ordered = [scores[name] for name in curves]
-    chosen = ranked_counts(ordered, list(curves.values()), room)
-    return dict(zip(curves, chosen, strict=True))
+        progress("ranks", done, len(curves))
+    return scores
+
+
+def _unseen(data: _Data) -> set[str]:
+    """Sites on which the loss does not depend."""
+    return {site.name for site in data.plan.sites if site.name not in data.weights} if data.weights else set()
+
+
+class _Chosen(NamedTuple):
+    counts: dict[str, int]
+    """Components that are kept, by site."""
+    alone: set[str]
+    """Sites that stay as they are, because nothing says what they are worth, or they would lose everything."""
+
+
+def _choose(
+    curves: Mapping[str, CostCurve], scores: Mapping[str, Tensor] | None, room: int, unseen: set[str]
+) -> _Chosen:
+    """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
+
+    A layer of rank 0 says the same to every input, which no error of second order foresees. So it is better left alone,
+    as long as no other layer comes to that instead; what is `unseen`, as long as others have anything left.
+    """
+
+    def choose(alone: set[str]) -> dict[str, int] | None:
+        rest = [name for name in curves if name not in alone]
+        left = room - sum(curves[name].full for name in alone)
+        if left < 0:
+            return None
+        few = [curves[name] for name in rest]
+        found = (
+            uniform_counts(few, left) if scores is None else ranked_counts([scores[name] for name in rest], few, left)
+        )
+        return {**{name: curves[name].num_components for name in alone}, **dict(zip(rest, found, strict=True))}
+
+    def empty(counts: Mapping[str, int]) -> set[str]:
+        return {name for name, k in counts.items() if k == 0}
+
+    plain = choose(set())
+    assert plain is not None
+    for alone, most in ((unseen | empty(plain), 0), (unseen, len(curves) - len(unseen) - 1)):
+        counts = choose(alone)
+        if counts is not None and len(empty(counts)) <= most:
+            return _Chosen(counts, alone)
+    return _Chosen(plain, set())
+
+
+def _named(sites: Sequence[Site]) -> str:
+    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
+    return ", ".join(str(site) for site in sites[:8]) + more
 
 
 def _warn_of_unreached(sites: Sequence[Site]) -> None:
-    if not sites:
-        return
-    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
-    warnings.warn(
-        "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, but "
-        f"these are not: {', '.join(str(site) for site in sites[:8])}{more}. Nothing says what they are worth: add "
-        "batches that reach them, or exclude them from the plan.",
-        stacklevel=3,
-    )
+    if sites:
+        warnings.warn(
+            "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, "
+            f"but these are not: {_named(sites)}. Nothing says what they are worth: add batches that reach them, or "
+            "exclude them from the plan.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_alone(sites: Sequence[Site]) -> None:
+    if sites:
+        warnings.warn(
+            "These layers are left as they are, and others lose more, because the loss hardly depends on them and they "
+            f"would have lost everything: {_named(sites)}. Exclude them from the plan if that is right.",
+            stacklevel=3,
+        )
 
 
 def _shrink(
@@ -217,7 +295,7 @@ def _shrink(
         if use.is_embedding:
             words = module if use.kind == "embedding" else pair(module)[0]
             assert isinstance(words, nn.Embedding)
-            become(module, export.as_embedding(words.padding_idx))
+            become(module, export.as_embedding(words.padding_idx, words))
         else:
             become(module, export.as_linear(bias_of(module, use)))
     for tensor in old:

@@ -31,6 +31,8 @@ from rankwise.report.tables import table
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),
+    # of random weights, to which positions mean little
+    pytest.mark.filterwarnings("ignore:These layers are left as they are"),
     # by modules of C code that transformers imports
     pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
 ]

@@ -43,6 +43,19 @@ DEBERTA_V3 = {**DEBERTA, "type_vocab_size": 0, "share_att_key": True, "norm_rel_
 DEBERTA_V2 = {**DEBERTA, "type_vocab_size": 2, "conv_kernel_size": 3, "conv_act": "gelu"}
 DISTILBERT = {"vocab_size": WORDS, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
 GPT2 = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 20, "bos_token_id": 1}
+BART = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_position_embeddings": 20,
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 24 for side in ("encoder", "decoder")},
+    "scale_embedding": True,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 1,
+}
 T5 = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 
 
@@ -75,6 +88,8 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama": lambda: causal(hf.LlamaConfig(**DECODER)),
     "llama-tied": lambda: causal(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
     "qwen2": lambda: causal(hf.Qwen2Config(**DECODER, tie_word_embeddings=True)),
+    "gemma": lambda: causal(hf.Gemma3TextConfig(**DECODER, head_dim=8)),
+    "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)),
     "t5": t5,
     "t5-gated": lambda: t5(feed_forward_proj="gated-gelu"),
 }

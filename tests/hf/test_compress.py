@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from hf_families import build, compact
-from tokenizers import Tokenizer, models, pre_tokenizers
+from hf_families import ENCODER, build, compact
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import Listener, plan_of, sampled_loss
 from rankwise.deploy.inputs import positions_of
-from rankwise.hf.compress import compress_pretrained, numbering
+from rankwise.deploy.windows import Calibration, Marks, text_windows
+from rankwise.hf.compress import compress_pretrained, marks_of, numbering
 from rankwise.modules import PivotLinear
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -31,14 +33,36 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
     return hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
 
 
+def marked_tokenizer() -> hf.PreTrainedTokenizerFast:
+    """One that puts [CLS] before a text and [SEP] behind it."""
+    made = tokenizer()
+    ends = [("[CLS]", 51), ("[SEP]", 52)]
+    made.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    made._tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return made
+
+
+class Notes(Listener):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of each of three families, one of them without its tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama-tied", "roberta-mlm", "bert"):
+    for family in ("llama-tied", "roberta-mlm", "bert", "gemma", "bart"):
         build(family).save_pretrained(folder / family)
         if family != "bert":
             tokenizer().save_pretrained(folder / family)
+    torch.manual_seed(0)
+    hf.BertModel(hf.BertConfig(**ENCODER)).save_pretrained(folder / "encoder")
+    marked_tokenizer().save_pretrained(folder / "encoder")
     (folder / "text.txt").write_text(" ".join(WORDS[i * i % 50] for i in range(2_000)))
     (folder / "short.txt").write_text("w1 w2 w3")
     return folder
@@ -84,6 +108,118 @@ def test_a_classifier_needs_no_calibration(place: Path, tmp_path: Path) -> None:
     assert rw.count(model) == size.exported
 
 
+# layers of random weights may be worth nothing
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
+@pytest.mark.parametrize("family", ["gemma", "bart"])
+@pytest.mark.parametrize("layout", ["pair", "pivot"])
+def test_a_scaled_table_of_words_is_compressed_if_it_is_wanted(
+    place: Path, tmp_path: Path, family: str, layout: Any
+) -> None:
+    calibration = Calibration(file=place / "text.txt", num_windows=4, window=12, loss_window=6)
+    given: dict[str, Any] = {
+        "calibration": calibration,
+        "layout": layout,
+    }
+    size = compress_pretrained(
+        str(place / family), rw.Budget(removed=0.4), tmp_path / "small", embeddings=True, **given
+    )
+    kind = hf.AutoModelForCausalLM if family == "gemma" else hf.AutoModelForSeq2SeqLM
+    model, dense = (kind.from_pretrained(each).eval() for each in (tmp_path / "small", place / family))
+    assert rw.count(model) == size.exported <= size.budget
+    table, before = model.get_input_embeddings(), dense.get_input_embeddings()
+    assert isinstance(table, nn.Sequential)
+    # the table is scaled as before: by the root of the width
+    words = torch.arange(9)
+    rows = table[0].weight[:9] @ table[1].weight.t()
+    torch.testing.assert_close(table(words), 4.0 * rows)
+    torch.testing.assert_close(before(words), 4.0 * before.weight[:9])
+    assert 0 < (table(words) - before(words)).norm() < before(words).norm()
+
+
+def test_what_is_left_out_is_said_and_what_the_layers_lose_instead(place: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    size = compress_pretrained(str(place / "gemma"), rw.Budget(removed=0.1), tmp_path / "small", listener=notes)
+    model = hf.AutoModelForCausalLM.from_pretrained(place / "gemma")
+    words = model.get_input_embeddings().weight.numel()
+    lost = (size.dense - size.budget) / plan_of(model, embeddings=False, exclude=()).params
+    assert notes.said == [
+        f"Left out: model.embed_tokens ({words:,} parameters, {words / size.dense:.1%} of the model): "
+        "a table of words; --embeddings compresses it.",
+        f"So the layers that are compressed lose {lost:.1%} of their parameters.",
+    ]
+    notes = Notes()
+    compress_pretrained(
+        *(str(place / "gemma"), rw.Budget(removed=0.1), tmp_path / "all"), embeddings=True, listener=notes
+    )
+    assert notes.said == []
+
+
+def test_texts_begin_as_a_model_expects(place: Path) -> None:
+    decoder, encoder = (hf.AutoConfig.from_pretrained(place / name) for name in ("llama-tied", "encoder"))
+    plain, marked = tokenizer(), marked_tokenizer()
+    # BOS is the configuration's where the tokenizer has none, and the tokenizer's where it has one
+    assert marks_of(plain, decoder) == Marks((decoder.bos_token_id,))
+    plain.add_special_tokens({"bos_token": "w7"})
+    assert marks_of(plain, decoder) == Marks((8,))
+    # what a tokenizer adds itself is not added twice; a text of a decoder goes on
+    assert marks_of(marked, decoder) == Marks((51,))
+    assert marks_of(marked, encoder) == Marks((51,), (52,))
+    assert marks_of(tokenizer(), encoder) == Marks()
+    decoder.bos_token_id = None
+    assert marks_of(tokenizer(), decoder) == Marks()
+
+
+def test_the_pooler_of_an_encoder_is_left_alone(place: Path, tmp_path: Path) -> None:
+    """The loss of its hidden states does not depend on it: it went to rank 0, and all sentences were pooled to one."""
+    calibration = Calibration(file=place / "text.txt", num_windows=8, window=12, loss_window=8)
+    with pytest.warns(UserWarning, match=r"left as they are, and others lose more.*: pooler\.dense\."):
+        size = compress_pretrained(
+            str(place / "encoder"), rw.Budget(removed=0.2), tmp_path / "small", calibration=calibration
+        )
+    small, dense = (hf.BertModel.from_pretrained(each).eval() for each in (tmp_path / "small", place / "encoder"))
+    assert rw.count(small) == size.exported <= size.budget
+    assert torch.equal(small.pooler.dense.weight, dense.pooler.dense.weight)
+    pooled = small(torch.tensor([[51, 3, 9, 52], [51, 17, 30, 52]])).pooler_output
+    assert (pooled[0] - pooled[1]).abs().max() > 1e-4
+    assert size.quality is not None and size.quality.dense == 0 < size.quality.small < 1
+
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    {"idx": 3, "name": "3", "path": "../outside", "type": "sentence_transformers.models.Dense"},
+]
+
+
+def test_files_of_sentence_transformers_travel_but_no_code(place: Path, tmp_path: Path) -> None:
+    source = tmp_path / "sentences"
+    shutil.copytree(place / "encoder", source)
+    inside = {
+        "modules.json": json.dumps(MODULES),
+        "sentence_bert_config.json": '{"max_seq_length": 12}',
+        "config_sentence_transformers.json": "{}",
+        "1_Pooling/config.json": '{"word_embedding_dimension": 16}',
+    }
+    others = ["1_Pooling/pytorch_model.bin", "1_Pooling/code.py", "code.py", "3_Unnamed/config.json"]
+    for name in [*inside, *others]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(inside.get(name, "{}"))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "config.json").write_text("{}")
+    notes, out = Notes(), tmp_path / "small"
+    # a second time over the first
+    for overwrite in (False, True):
+        compress_pretrained(str(source), rw.Budget(removed=0.2), out, overwrite=overwrite, listener=notes)
+    assert {name: (out / name).read_text() for name in inside} == inside
+    assert not any((out / name).exists() for name in others)
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["1_Pooling"]
+    assert notes.said[-1].endswith("files are: 1_Pooling/code.py, 1_Pooling/pytorch_model.bin.")
+    (out / "mine").mkdir()
+    with pytest.raises(rw.CheckpointError, match="also holds the folder mine"):
+        compress_pretrained(str(source), rw.Budget(removed=0.2), out, overwrite=True)
+
+
 def test_windows_lie_at_equal_distances_in_the_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(WORDS[i // 100] for i in range(5_000)))
     windows = text_windows(numbering(tokenizer()), Calibration(file=tmp_path / "text.txt", num_windows=5, window=20))
@@ -126,6 +262,30 @@ def test_the_command_compresses(place: Path, tmp_path: Path, capsys: pytest.Capt
     assert run(["compress", str(place / "llama-tied"), *words, "--out", str(tmp_path / "small"), "--json"]) == 0
     size = json.loads(capsys.readouterr().out)
     assert rw.count(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "small")) == size["exported"]
+    quality = size["quality"]
+    assert quality["measure"] == "perplexity" and quality["windows"] == 1
+    assert min(quality["dense"], quality["small"]) > 1
+    assert list(size["speed"]) == ["12", "1"]
+    assert all(time > 0 for times in size["speed"].values() for time in times)
+    assert size["device"] == "cpu" or torch.cuda.is_available()
+
+
+def test_the_last_line_has_size_quality_and_speed(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--removed", "0.3", "--calibration", str(place / "text.txt"), "--window", "12", "--device", "cpu"]
+    out = str(tmp_path / "small")
+    assert run(["compress", str(place / "llama-tied"), *words, "--dtype", "bfloat16", "--out", out]) == 0
+    said = capsys.readouterr()
+    number = r"[\d.e+]+"
+    assert re.fullmatch(
+        rf"{re.escape(out)}: [\d,]+ of [\d,]+ parameters, 30\.\d+% removed \(at most [\d,]+ were asked for\); "
+        rf"perplexity {number} dense, {number} small on 16 windows kept back; "
+        rf"12 tokens {number} ms dense, {number} ms small; 1 token {number} ms dense, {number} ms small on cpu\n",
+        said.out,
+    )
+    assert "Compressing layer by layer" in said.err
+    assert hf.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -155,6 +315,11 @@ def test_the_command_compresses(place: Path, tmp_path: Path, capsys: pytest.Capt
             ["roberta-mlm", "--removed", "0.3", "--calibration", "text.txt", "--window", "20", "--out", "OUT"],
             "A window must be at most 18 tokens, which is all the model reads, but is 20",
         ),
+        (
+            ["llama-tied", "--removed", "0.3", "--device", "abacus", "--out", "OUT"],
+            "`device` must be one that torch has",
+        ),
+        (["llama-tied", "--removed", "0.3", "--dtype", "int8", "--out", "OUT"], "--dtype"),
         (["nowhere", "--removed", "0.3", "--out", "OUT"], "MODEL must be a folder or name .* 'nowhere' is not|nowhere"),
         (["llama-tied", "--removed", "0.3", "--out", "text.txt"], "must be a folder, but .*text.txt is a file"),
         (

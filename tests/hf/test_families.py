@@ -23,6 +23,11 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "deberta.encoder.conv.conv": "Conv1d is not a linear layer or an embedding",
     },
     "deberta-v3": {"deberta.encoder.rel_embeddings": "DebertaV2Encoder reads its weight itself"},
+    "bart": {
+        f"model.{side}.embed_positions": "BartLearnedPositionalEmbedding has a forward of its own, which does more "
+        "than scale rows"
+        for side in ("encoder", "decoder")
+    },
 }
 HEADS = {
     "bert": {"classifier"},

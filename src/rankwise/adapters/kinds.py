@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rankwise.core.plan import Site, Use, UseKind, pair
-from rankwise.modules import LowRankHead, PivotLinear
+from rankwise.modules import LowRankHead, PivotLinear, scale_of
 
 WHOLES: tuple[UseKind, ...] = ("linear-pair", "embedding-pair", "low-rank-head")
 """Kinds of use whose children are part of them."""
@@ -51,14 +51,19 @@ def _refusal(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
     stock = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
-    if "forward" in module.__dict__ or (not conv1d and type(module).forward is not stock.forward):
+    plain = conv1d or type(module).forward is stock.forward
+    if "forward" in module.__dict__ or not (plain or isinstance(module, nn.Embedding)):
         return f"{name} has a forward of its own"
-    if not set(module._parameters) <= {"weight", "bias"} or module._buffers or module._modules:
+    # a scaled table may hold its scale
+    more = any(plain or buffer is None or buffer.numel() > 1 for buffer in module._buffers.values())
+    if not set(module._parameters) <= {"weight", "bias"} or more or module._modules:
         return f"{name} holds more than a weight and a bias"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "its weight is made from something else"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         return "an embedding with `max_norm` or `sparse` or `scale_grad_by_freq` treats its rows in a way of its own"
+    if isinstance(module, nn.Embedding) and scale_of(module) is None:
+        return f"{name} has a forward of its own, which does more than scale rows"
     return None
 
 

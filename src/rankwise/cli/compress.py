@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +15,17 @@ from rankwise.cli.command import Command, Options, Parser, number, one_of, whole
 from rankwise.errors import RankwiseError, install_extra
 
 if TYPE_CHECKING:
-    from rankwise.core.budget import Budget, SizeReport
+    from rankwise.core.budget import Budget
+    from rankwise.deploy.compress import Compressed, Listener
+
+DTYPES = ("float32", "bfloat16", "float16")
+TITLES = {
+    "gradients": "Weighing errors by what they cost the loss",
+    "ranks": "Sharing out the ranks",
+    "factors": "Compressing layer by layer",
+}
+PATIENCE_SECONDS = 15.0
+"""Between two plain lines on one and the same part of the work."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -43,14 +56,25 @@ def add_arguments(parser: Parser) -> None:
     )
     add("--embeddings", action="store_true", help="compress tables of words too, and output layers tied to them")
     add("--exclude", action="append", default=[], metavar="NAME", help="leave out layers of this name; repeatable")
+    add("--device", default="auto", metavar="DEVICE", help="such as cpu or cuda:1 (default: a GPU on which it fits)")
+    add(
+        "--dtype",
+        type=one_of("auto", *DTYPES),
+        default="auto",
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} or auto, that of the folder (default: auto)",
+    )
     add("--overwrite", action="store_true", help="replace a model that was saved in FOLDER before")
-    add("--json", action="store_true", help="print the sizes as JSON")
+    add("--json", action="store_true", help="print size, quality and speed as JSON")
 
 
 def compress(options: Options) -> None:
+    import torch
+
     from rankwise.cli.folders import open_own
     from rankwise.core.budget import Budget
-    from rankwise.deploy.compress import Calibration, compress_saved
+    from rankwise.deploy.compress import compress_saved
+    from rankwise.deploy.windows import Calibration
 
     sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes")}
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -59,28 +83,78 @@ def compress(options: Options) -> None:
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
     settings: dict[str, Any] = {
         "calibration": None,
-        **{name: getattr(options, name) for name in ("layout", "target", "embeddings", "exclude", "overwrite")},
+        **{
+            name: getattr(options, name)
+            for name in ("layout", "target", "embeddings", "exclude", "overwrite", "device")
+        },
+        "dtype": None if options.dtype == "auto" else getattr(torch, options.dtype),
     }
     if options.calibration is not None:
         settings["calibration"] = Calibration(
             file=options.calibration, num_windows=options.windows, window=options.window
         )
-    own = open_own(Path(options.model))
-    if own is not None:
-        settings |= {"vocabulary": own.vocabulary, "beside": own.beside}
-        size = compress_saved(own.model, Budget(**given), options.out, **settings)
-    else:
-        size = _compress_pretrained(options.model, Budget(**given), options.out, settings)
+    place = Path(options.model)
+    own = open_own(place)
+    with _listening() as listener:
+        settings["listener"] = listener
+        if own is not None:
+            settings |= {"vocabulary": own.vocabulary, "beside": own.beside, "again": lambda: open_own(place).model}  # type: ignore[union-attr]
+            made = compress_saved(own.model, Budget(**given), options.out, **settings)
+        else:
+            made = _compress_pretrained(options.model, Budget(**given), options.out, settings)
     if options.json:
-        print(json.dumps({"folder": options.out, **dataclasses.asdict(size)}, indent=1))
+        print(json.dumps({"folder": options.out, **dataclasses.asdict(made)}, indent=1))
     else:
-        print(
-            f"{options.out}: {size.exported:,} of {size.dense:,} parameters, {size.removed:.2%} removed "
-            f"(at most {size.budget:,} were asked for)"
-        )
+        print(f"{options.out}: {'; '.join(_figures(made))}")
 
 
-def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[str, Any]) -> SizeReport:
+def _figures(made: Compressed) -> Iterator[str]:
+    """Size, quality and speed in words."""
+    yield (
+        f"{made.exported:,} of {made.dense:,} parameters, {made.removed:.2%} removed "
+        f"(at most {made.budget:,} were asked for)"
+    )
+    if made.quality is not None:
+        yield str(made.quality)
+    times = [
+        f"{n} token{'s'[: n - 1]} {dense:.3g} ms dense, {small:.3g} ms small"
+        for n, (dense, small) in made.speed.items()
+    ]
+    if times:
+        yield f"{'; '.join(times)} on {made.device}"
+
+
+@contextmanager
+def _listening() -> Iterator[Listener]:
+    """What is said of a compression: a bar on a terminal, plain lines elsewhere."""
+    from rankwise.cli.progress import Block, watching
+    from rankwise.deploy.compress import Listener
+
+    with watching() as watcher:
+
+        class Shown(Listener):
+            what, said = "", 0.0
+
+            def say(self, text: str) -> None:
+                if isinstance(watcher, Block):
+                    watcher.console.print(text, markup=False, highlight=False)
+                else:
+                    print(text, file=sys.stderr, flush=True)
+
+            def progress(self, what: str, done: int, total: int) -> None:
+                if what != self.what:
+                    watcher.phase(TITLES.get(what, what))
+                    watcher.begin(0, total)
+                    self.what, self.said = what, time.monotonic()
+                watcher.advance(done)
+                if not isinstance(watcher, Block) and time.monotonic() - self.said > PATIENCE_SECONDS:
+                    self.say(f"  {done} of {total}")
+                    self.said = time.monotonic()
+
+        yield Shown()
+
+
+def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[str, Any]) -> Compressed:
     try:
         from transformers.utils import logging
 
@@ -100,7 +174,9 @@ COMPRESS = Command(
     about="Make a model smaller at once, without training.",
     details="""\
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
-model's answers lose; with --calibration outputs are measured on that text. `from_pretrained` loads the folder
+model's answers lose; with --calibration outputs are measured on that text, of which some windows are kept
+back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
+better model is kept. `from_pretrained` loads the folder
 after `import rankwise`; a model of a run, or of `rankwise.save`, gives a folder for `rankwise.load`; that of
 a run can be evaluated and sampled from as before.
 

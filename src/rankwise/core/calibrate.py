@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Plan, Site, Use, get_module
 from rankwise.errors import DataError
+from rankwise.modules import scale_of
 
 
 def second_moments(
@@ -139,6 +140,8 @@ def _weighing(site: Site, use: Use, sums: dict[str, Tensor], hidden: set[str]) -
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
             return output
+        table = module[0] if use.kind == "embedding-pair" and isinstance(module, nn.Sequential) else module
+        scale = (scale_of(table) if isinstance(table, nn.Embedding) else None) or 1.0
         if not torch.is_grad_enabled():
             hidden.add(site.name)
             return output
@@ -148,7 +151,8 @@ def _weighing(site: Site, use: Use, sums: dict[str, Tensor], hidden: set[str]) -
             squares = grad.detach().reshape(-1, grad.shape[-1]).float().square()
             if use.is_embedding:
                 words = _first(args, kwargs).flatten()
-                sums[site.name] += squares.new_zeros(site.shape[0]).index_add_(0, words, squares.mean(1))
+                rows = squares.mean(1) * scale**2
+                sums[site.name] += squares.new_zeros(site.shape[0]).index_add_(0, words, rows)
             else:
                 sums[site.name] += squares.sum(0)
 

@@ -23,8 +23,8 @@ class Export(ABC):
         """A module that computes x W^T + bias."""
 
     @abstractmethod
-    def as_embedding(self, padding_idx: int | None) -> nn.Module:
-        """A module that looks up rows of W."""
+    def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
+        """A module that looks up rows of W, and scales them as `like` does."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class DenseExport(Export):
     def as_linear(self, bias: nn.Parameter | None) -> nn.Module:
         return linear(self.weight_OI, bias)
 
-    def as_embedding(self, padding_idx: int | None) -> nn.Module:
-        return embedding(self.weight_OI, padding_idx)
+    def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
+        return embedding(self.weight_OI, padding_idx, like)
 
 
 @dataclass
@@ -56,14 +56,14 @@ class LowRankExport(Export):
         assert isinstance(words, nn.Embedding) and isinstance(projection, nn.Linear)
         return LowRankHead(words, projection, bias)
 
-    def as_embedding(self, padding_idx: int | None) -> nn.Module:
+    def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
         if self.table is None:
             q_IK = nn.Parameter(self.q_KI.detach().t().contiguous(), self.q_KI.requires_grad)
-            self.table = joined(embedding(self.p_OK, padding_idx), linear(q_IK, None))
+            self.table = joined(embedding(self.p_OK, padding_idx, like), linear(q_IK, None))
             return self.table
         projection = self.table[1]
         assert isinstance(projection, nn.Linear)
-        return joined(embedding(self.p_OK, padding_idx), around(projection))
+        return joined(embedding(self.p_OK, padding_idx, like), around(projection))
 
 
 @dataclass
@@ -91,12 +91,12 @@ class PivotExport(Export):
             self.made = (self._parameter(rows_KI), self._parameter(coefficients), places)
         return joined(linear(self.made[0], None), self._pivot(bias))
 
-    def as_embedding(self, padding_idx: int | None) -> nn.Module:
+    def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
         if self.made is None:
             places, chosen, coefficients = choose_rows(self.q_KI.t())
             columns_OK = self.p_OK @ self.q_KI[:, chosen]
             self.made = (self._parameter(columns_OK), self._parameter(coefficients), places)
-        words = embedding(self.made[0], padding_idx)
+        words = embedding(self.made[0], padding_idx, like)
         self.words = self.words or words
         return joined(words, self._pivot(None))
 
@@ -120,5 +120,5 @@ class SelectedExport(Export):
     def as_linear(self, bias: nn.Parameter | None) -> nn.Module:
         return SelectedLinear(self.weight_OK, self.kept_I.clone(), bias)
 
-    def as_embedding(self, padding_idx: int | None) -> nn.Module:
+    def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
         raise NotImplementedError("an embedding has no input features to prune")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.core.exports import Export
@@ -55,16 +56,21 @@ class GatedLinear(GatedLayer):
 
 
 class GatedEmbedding(GatedLayer):
-    """Rows of W, by index."""
+    """Rows of W, by index, scaled as the table did that stood here."""
 
-    def __init__(self, matrix: GatedMatrix, padding_idx: int | None) -> None:
+    def __init__(self, matrix: GatedMatrix, padding_idx: int | None, scaling: nn.Embedding | None = None) -> None:
         super().__init__()
         self.matrix = matrix
+        self.scaling = scaling
         self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def forward(self, index: Tensor) -> Tensor:
-        return self.matrix.rows(index, self.padding_idx)
+        rows = self.matrix.rows(index, self.padding_idx)
+        if self.scaling is None:
+            return rows
+        scale: Tensor = self.scaling(torch.zeros(1, dtype=torch.long, device=rows.device))
+        return rows * scale[0].to(rows.dtype)
 
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
-        return export.as_embedding(self.padding_idx)
+        return export.as_embedding(self.padding_idx, copy.deepcopy(self.scaling, memo))

@@ -12,6 +12,7 @@ from rankwise.core.copies import hooks
 from rankwise.core.layers import GatedEmbedding, GatedLayer, GatedLinear
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, pair
+from rankwise.modules import scaling_of
 
 
 def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
@@ -21,7 +22,7 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
         if use.is_embedding:
             words = module if use.kind == "embedding" else pair(module)[0]
             assert isinstance(words, nn.Embedding)
-            become(module, GatedEmbedding(matrix, words.padding_idx))
+            become(module, GatedEmbedding(matrix, words.padding_idx, scaling_of(words)))
         else:
             become(module, GatedLinear(matrix, bias_of(module, use)))
 

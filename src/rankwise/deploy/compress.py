@@ -2,53 +2,165 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters.generic import find_plan
-from rankwise.core.budget import Budget, SizeReport
+from rankwise.core.budget import Account, Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.core.targets import find_target
-from rankwise.data.text import not_utf8
 from rankwise.data.vocabulary import Vocabulary
+from rankwise.deploy.kept_back import KeptBack, Quality, milliseconds
 from rankwise.deploy.save import check_target, save_with
-from rankwise.errors import DataError
+from rankwise.deploy.windows import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, Marks, split, text_windows
+from rankwise.errors import DataError, RankwiseError
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
 from rankwise.pruner import account_of
 
-BYTES_PER_TOKEN = 16
-"""More than a token of text has, nearly always."""
-BYTES_PER_CHARACTER = 4
-"""The most that UTF-8 has."""
+TIMED_TOKENS = 128
+"""Of a call that is timed, where no calibration says how long texts are."""
+WORDS = "a table of words"
+ROOM = 2
+"""A model is compressed on a GPU by default if that has this many times its size free."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """A text, and how much of it is read."""
+class Compressed(SizeReport):
+    """What was made of a model."""
 
-    file: Path
-    num_windows: int = 64
-    """Windows, at equal distances in the text."""
-    window: int = 256
-    """Tokens of a window."""
-    loss_window: int = 32
-    """Tokens at the start of a window by which gradients are measured: they take far more memory."""
+    ranks: str = "global"
+    """How ranks were shared out: "global" or "even", as in `rankwise.compress`."""
+    quality: Quality | None = None
+    """None without calibration."""
+    speed: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Milliseconds of a call, dense and small, by its number of tokens."""
+    device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        for name in ("num_windows", "window", "loss_window"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                option = " (--windows)" if name == "num_windows" else ""
-                raise ValueError(f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead.")
+
+class Listener:
+    """Told what happens; override what is of interest."""
+
+    def say(self, text: str) -> None:
+        """Something that a user should know."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a part of the work is, see `rankwise.compress`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a calibration text says to a model, on its device."""
+
+    batches: Sequence[Any]
+    loss_batches: Sequence[Any]
+    loss: Callable[[], Callable[[Any], Tensor]]
+    """A loss whose random numbers begin anew."""
+    kept_back: Sequence[Any]
+    is_decoder: bool
+    window: int
+    notes: Sequence[str] = ()
+
+
+def shrink(
+    load: Callable[[], nn.Module],
+    budget: Budget,
+    save: Callable[[nn.Module, Compressed, bool], None],
+    *,
+    prepare: Callable[[nn.Module], Data] | None = None,
+    again: bool = True,
+    layout: Literal["pair", "pivot"] | None = None,
+    target: str | None = None,
+    embeddings: bool = False,
+    exclude: Sequence[str] = (),
+    listener: Listener | None = None,
+) -> Compressed:
+    """Compress what `load` gives, in place, measure it and `save` it.
+
+    Where much is lost on the windows kept back, the model is loaded again and compressed with even ranks, and the
+    better of the two is what stays: ranks by the loss rest on gradients, which are no guide to large changes.
+
+    Args:
+        save: of a model and what is known of it; whether it may replace what was saved.
+        prepare: the data, for the model that was loaded. None: no calibration.
+        again: whether `load` gives the dense model a second time.
+    """
+    listener = listener or Listener()
+    model = load()
+    plan = plan_of(model, embeddings=embeddings, exclude=exclude)
+    where = find_target(target, model)
+    account = account_of(model, plan, Svd(layout=layout or where.layout), where, trained=True)
+    budget.resolve(account)
+    data = None if prepare is None else prepare(model)
+    for line in (*(() if data is None else data.notes), *_left_out(plan, account, budget)):
+        listener.say(line)
+    length = TIMED_TOKENS if data is None else data.window
+    kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder) if data and data.kept_back else None
+    before = milliseconds(model, length)
+
+    def attempt(model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
+        given: dict[str, Any] = {}
+        if data is not None:
+            given = {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss()}
+        progress = listener.progress
+        compress(
+            model,
+            budget,
+            plan=plan,
+            layout=layout,
+            target=where,
+            in_place=True,
+            ranks=ranks,
+            progress=progress,
+            **given,
+        )
+        after = milliseconds(model, length) if before else {}
+        return Compressed(
+            **vars(SizeReport.of(model, account, budget)),
+            ranks=ranks,
+            quality=None if kept_back is None else kept_back.quality(model),
+            speed={number: (time, after[number]) for number, time in before.items() if number in after},
+            device=str(next(model.parameters()).device),
+        )
+
+    first = attempt(model, "global")
+    save(model, first, False)
+    if first.quality is None or not first.quality.is_bad or not again:
+        return first
+    listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
+    # one of the two models at a time is in memory
+    del model
+    model = load()
+    second = attempt(model, "even")
+    assert second.quality is not None
+    is_better = second.quality.small < first.quality.small
+    listener.say(f"Even ranks: {second.quality}. {'They are' if is_better else 'The first ones are'} kept.")
+    if is_better:
+        save(model, second, True)
+    return second if is_better else first
+
+
+def _left_out(plan: Plan, account: Account, budget: Budget) -> list[str]:
+    """What stays as it is although it is large, and what the layers lose instead."""
+    large = sorted(
+        (item for item in plan.left_out if item.params >= 0.01 * account.dense), key=lambda item: -item.params
+    )
+    lines = []
+    for item in large[:8]:
+        hint = "; --embeddings compresses it" if item.reason == WORDS else ""
+        share = f"{item.params:,} parameters, {item.params / account.dense:.1%} of the model"
+        lines.append(f"Left out: {item.name} ({share}): {item.reason}{hint}.")
+    if lines:
+        lost = (account.dense - budget.resolve(account)) / account.prunable
+        lines.append(f"So the layers that are compressed lose {lost:.1%} of their parameters.")
+    return lines
 
 
 def compress_saved(
@@ -64,28 +176,88 @@ def compress_saved(
     exclude: Sequence[str] = (),
     overwrite: bool = False,
     beside: Mapping[str, Mapping[str, Any]] | None = None,
-) -> SizeReport:
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    again: Callable[[], nn.Module] | None = None,
+    listener: Listener | None = None,
+) -> Compressed:
     """Compress `model`, which `rankwise.load` gave, in place and into the folder `out`, which `rankwise.load` opens.
 
     Args:
         model: of any kind; with `calibration`, one of our language models.
         vocabulary: what `calibration` is read by.
         beside: JSON files that are written along with the model, by name.
-        budget, out, calibration, layout, target, embeddings, exclude, overwrite: as for models of transformers.
+        again: gives the model anew, for another try where much is lost.
+        budget, out, calibration, layout, target, embeddings, exclude, overwrite, device, dtype, listener: as for models
+            of transformers.
     """
     folder = Path(out).resolve()
     check_target(folder, overwrite)
-    plan = plan_of(model, embeddings=embeddings, exclude=exclude)
-    where = find_target(target, model)
-    account = account_of(model, plan, Svd(layout=layout or where.layout), where, trained=True)
-    data = {} if calibration is None else _data(model, calibration, vocabulary)
-    compress(model, budget, plan=plan, layout=layout, target=target, in_place=True, **data)
-    save_with(model, folder, beside or {}, overwrite=overwrite)
-    return SizeReport.of(model, account, budget)
+    models = [model]
+
+    def load() -> nn.Module:
+        found = models.pop() if models else again() if again is not None else model
+        return found.to(device=place(device, found), dtype=dtype)
+
+    def save(small: nn.Module, made: Compressed, replace: bool) -> None:
+        save_with(small.cpu(), folder, beside or {}, overwrite=overwrite or replace)
+
+    return shrink(
+        *(load, budget, save),
+        prepare=None if calibration is None else lambda found: _data(found, calibration, vocabulary),
+        again=again is not None,
+        layout=layout,
+        target=target,
+        embeddings=embeddings,
+        exclude=exclude,
+        listener=listener,
+    )
 
 
-def _data(model: nn.Module, calibration: Calibration, vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """What `compress` takes of a text."""
+def place(device: str, model: nn.Module) -> torch.device:
+    """The device that a user names; "auto": a GPU on which the model fits, else where it is."""
+    if device == "auto":
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size
+        return torch.device("cuda") if fits else next(model.parameters()).device
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise RankwiseError(
+            f"`device` must be one that torch has here, such as cpu or cuda:0, but is {device!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    return found
+
+
+def windows_of(
+    encode: Callable[[str], list[int]],
+    calibration: Calibration,
+    *,
+    bytes_per_token: int = BYTES_PER_TOKEN,
+    marks: Marks | None = None,
+) -> Windows:
+    """Windows of a text for calibration, and those that are kept back."""
+    more = calibration.num_kept_back
+    found = text_windows(encode, calibration, bytes_per_token=bytes_per_token, marks=marks, more=more)
+    used, back = split(found, calibration)
+    note = (
+        f"{calibration.file} holds {len(found)} windows of {calibration.window} tokens, fewer than the "
+        f"{calibration.num_windows + more} asked for: {len(used)} calibrate, {len(back)} are kept back."
+    )
+    return Windows(used, back, [note] if len(found) < calibration.num_windows + more else [])
+
+
+class Windows(NamedTuple):
+    used: list[Tensor]
+    kept_back: list[Tensor]
+    notes: list[str]
+    """What a user should know of them."""
+
+
+def _data(model: nn.Module, calibration: Calibration, vocabulary: Vocabulary | None) -> Data:
+    """What a text says to one of our language models."""
     if vocabulary is None:
         raise DataError(
             "A calibration text needs the model's vocabulary, but the folder holds none. "
@@ -95,51 +267,23 @@ def _data(model: nn.Module, calibration: Calibration, vocabulary: Vocabulary | N
     if num_words != len(vocabulary):
         raise DataError(f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}.")
     most = BYTES_PER_TOKEN if vocabulary.kind == "word" else BYTES_PER_CHARACTER
-    windows = [window[None] for window in text_windows(vocabulary.encode, calibration, bytes_per_token=most)]
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "calibration": windows,
-        "loss_batches": [window[:, : calibration.loss_window] for window in windows],
-        "loss": lambda output: loss_of_choices(output[0], generator),
-    }
+    windows = windows_of(vocabulary.encode, calibration, bytes_per_token=most)
+    device = next(model.parameters()).device
+    batches, kept_back = ([window[None].to(device) for window in part] for part in windows[:2])
 
+    def loss() -> Callable[[Any], Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return lambda output: loss_of_choices(output[0], generator)
 
-def text_windows(
-    encode: Callable[[str], list[int]], calibration: Calibration, *, bytes_per_token: int = BYTES_PER_TOKEN
-) -> list[Tensor]:
-    """Windows of tokens at equal distances in a text; of a long one only those places are read."""
-    length = calibration.window
-    span = length * bytes_per_token
-    try:
-        size = calibration.file.stat().st_size
-        with calibration.file.open("rb") as file:
-            number = max(1, min(calibration.num_windows, size // span))
-            windows = []
-            for i in range(number):
-                first = i * size // number
-                file.seek(first)
-                text = _decoded(calibration.file, file.read(span), first)
-                windows.append(torch.tensor(encode(text)[:length], dtype=torch.long))
-    except OSError as error:
-        raise DataError(f"`calibration` must be a text, but {calibration.file} is not: {error.strerror}.") from None
-    whole = [window for window in windows if len(window) == length]
-    if not whole:
-        raise DataError(
-            f"`calibration` must hold at least one window of {length} tokens, but {calibration.file} has "
-            f"{max(len(window) for window in windows)}. Give a longer text, or shorter windows."
-        )
-    return whole
-
-
-def _decoded(path: Path, block: bytes, first: int) -> str:
-    """A block that begins at byte `first` of a text, without the characters that are cut at its ends."""
-    cut = 0
-    while first > 0 and cut < min(BYTES_PER_CHARACTER - 1, len(block)) and block[cut] & 0xC0 == 0x80:
-        cut += 1
-    try:
-        return codecs.getincrementaldecoder("utf-8")().decode(block[cut:])
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, first + cut, error) from None
+    return Data(
+        batches=batches,
+        loss_batches=[batch[:, : calibration.loss_window] for batch in batches],
+        loss=loss,
+        kept_back=kept_back,
+        is_decoder=True,
+        window=calibration.window,
+        notes=windows.notes,
+    )
 
 
 def plan_of(model: nn.Module, *, embeddings: bool, exclude: Sequence[str]) -> Plan:
@@ -147,7 +291,7 @@ def plan_of(model: nn.Module, *, embeddings: bool, exclude: Sequence[str]) -> Pl
     plan = find_plan(model, exclude=list(exclude))
     if not embeddings:
         words = [site for site in plan.sites if site.has_embedding]
-        left_out = [LeftOut(site.name, site.params, "a table of words") for site in words]
+        left_out = [LeftOut(site.name, site.params, WORDS) for site in words]
         plan = Plan(tuple(site for site in plan.sites if site not in words), (*plan.left_out, *left_out))
     check_not_empty(plan)
     return plan
@@ -173,9 +317,14 @@ def sampled_loss(seed: int = 0) -> Callable[[Any], Tensor]:
 
 
 def loss_of_choices(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """The loss of choices that are drawn from the logits, over their last dimension."""
+    """The loss of choices that are drawn from the logits, over their last dimension.
+
+    The generator, which may be that of another device, draws one number for each choice: where it lies among the
+    running sums of the chances says what is chosen.
+    """
     logits = logits.reshape(-1, logits.shape[-1])
     with torch.no_grad():
-        chances = logits.float().softmax(-1).cpu()
-        answers = torch.multinomial(chances, 1, generator=generator).flatten().to(logits.device)
+        sums = logits.float().softmax(-1).cumsum(-1)
+        drawn = torch.rand(len(logits), 1, generator=generator, device=generator.device).to(logits.device)
+        answers = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).flatten().clamp(max=logits.shape[-1] - 1)
     return F.cross_entropy(logits, answers, reduction="sum")

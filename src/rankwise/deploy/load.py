@@ -35,6 +35,7 @@ from rankwise.deploy.structure import (
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_file, check_seal, verifies
 from rankwise.models.architectures import ModelConfig, build, from_description
+from rankwise.modules import embedding, joined
 
 FEW = 5
 """Misfits that an error names."""
@@ -272,7 +273,7 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collectio
         module = modules[name]
         if id(module) not in instead and (layer_of(module) != layer or _is_renamed(name, module, names)):
             try:
-                instead[id(module)] = layer.build(next(module.parameters()), find)
+                instead[id(module)] = _scaled(layer.build(next(module.parameters()), find), module)
             except CheckpointError as error:
                 misfits.append(f"{name or 'the model'} was saved as {layer}, but {error}")
             # a damaged structure may ask for anything
@@ -280,6 +281,18 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collectio
                 misfits.append(f"{name or 'the model'} was saved as {layer}, but there can be no such layer")
     _refuse(misfits)
     return instead
+
+
+def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
+    """A table of words, or a pair that begins with one, that scales its rows as the module does that it replaces."""
+    table = module[0] if isinstance(module, nn.Sequential) and len(module) else module
+    words = made[0] if isinstance(made, nn.Sequential) else made
+    if isinstance(table, nn.Embedding) and isinstance(words, nn.Embedding):
+        weight = words.weight
+        assert isinstance(weight, nn.Parameter)
+        words = embedding(weight, words.padding_idx, table)
+        return joined(words, made[1]) if isinstance(made, nn.Sequential) else words  # type: ignore[arg-type]
+    return made
 
 
 def _is_renamed(name: str, pair: nn.Module, names: Collection[str]) -> bool:

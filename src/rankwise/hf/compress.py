@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from rankwise.core.budget import Budget, SizeReport
+from rankwise.core.budget import Budget
 from rankwise.core.memory import return_large_blocks, trim
-from rankwise.core.targets import find_target
-from rankwise.deploy.compress import Calibration, plan_of, sampled_loss, text_windows
+from rankwise.deploy.compress import Compressed, Data, Listener, Windows, place, sampled_loss, shrink, windows_of
 from rankwise.deploy.inputs import positions_of
+from rankwise.deploy.windows import Calibration, Marks
 from rankwise.errors import CheckpointError, DataError, RankwiseError
 from rankwise.hf.pretrained import check_target, save_pretrained
-from rankwise.methods.svd import Svd
-from rankwise.oneshot import compress
-from rankwise.pruner import account_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
@@ -38,7 +36,10 @@ def compress_pretrained(
     embeddings: bool = False,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
-) -> SizeReport:
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    listener: Listener | None = None,
+) -> Compressed:
     """Compress the model of that folder or name into the folder `out`, which appears when it is complete.
 
     Args:
@@ -51,45 +52,123 @@ def compress_pretrained(
         embeddings: compress tables of words too, and the output layers that are tied to them.
         exclude: names of layers that stay as they are.
         overwrite: replace a model that was saved under this name before.
+        device: where it is done, such as "cuda:0"; "auto": on a GPU if there is one on which the model fits.
+        dtype: of the compressed model; by default that of the folder.
+        listener: told how far it is, what is left out, and what other ranks would lose.
     """
     folder = Path(out).resolve()
     check_target(folder, overwrite)
     return_large_blocks()
-    windows = None
+    cached: bool | None = None
+
+    def load() -> nn.Module:
+        nonlocal cached
+        found: nn.Module = load_model(model)
+        cached = _cache(found, False)
+        return found.to(device=place(device, found), dtype=dtype)
+
+    def save(small: nn.Module, made: Compressed, replace: bool) -> None:
+        _cache(small, cached)
+        quality = made.quality
+        figures = {quality.measure: (quality.dense, quality.small)} if quality and isfinite(quality.small) else None
+        speed = {f"{tokens} token{'s'[: tokens - 1]} on {made.device}": pair for tokens, pair in made.speed.items()}
+        left = save_pretrained(
+            *(small, folder),  # type: ignore[arg-type]
+            tokenizer=load_tokenizer(model, needed=False),
+            size=made,
+            quality=figures,
+            speed=speed,
+            base_model=model,
+            overwrite=overwrite or replace,
+            files_from=model,
+        )
+        if left and listener is not None:
+            listener.say(f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}.")
+
+    prepare = None
     if calibration is not None:
         # it is read again when all is done: meanwhile its memory may be needed
-        windows = text_windows(numbering(load_tokenizer(model, needed=True)), calibration)
+        tokenizer = load_tokenizer(model, needed=True)
+        marks = marks_of(tokenizer, _config(model))
+        windows = windows_of(numbering(tokenizer), calibration, marks=marks)
+        del tokenizer
         trim()
-    found = load_model(model)
-    plan = plan_of(found, embeddings=embeddings, exclude=exclude)
-    where = find_target(target, found)
-    account = account_of(found, plan, Svd(layout=layout or where.layout), where, trained=True)
-    data: dict[str, Any] = {}
-    if calibration is not None and windows is not None:
-        _check_windows(found, windows)
-        data["calibration"] = [{"input_ids": window.unsqueeze(0)} for window in windows]
-        data["loss_batches"] = [{"input_ids": window[None, : calibration.loss_window]} for window in windows]
-        data["loss"] = sampled_loss()
-    with _without_cache(found):
-        compress(found, budget, plan=plan, layout=layout, target=target, in_place=True, **data)
-    size = SizeReport.of(found, account, budget)
-    tokenizer = load_tokenizer(model, needed=False)
-    save_pretrained(found, folder, tokenizer=tokenizer, size=size, base_model=model, overwrite=overwrite)
-    return size
+        prepare = _preparing(windows, marks, calibration)
+    return shrink(
+        *(load, budget, save),
+        prepare=prepare,
+        layout=layout,
+        target=target,
+        embeddings=embeddings,
+        exclude=exclude,
+        listener=listener,
+    )
 
 
-@contextmanager
-def _without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """What a model remembers for generating text takes memory, and nobody asks for it here."""
-    config = model.config.get_text_config()
-    if not hasattr(config, "use_cache"):
-        yield
-        return
-    asked, config.use_cache = config.use_cache, False
+def _preparing(windows: Windows, marks: Marks, calibration: Calibration) -> Callable[[nn.Module], Data]:
+    def prepare(model: Any) -> Data:
+        _check_windows(model, [*windows.used, *windows.kept_back])
+
+        def batches(of: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+            return [{"input_ids": window[None].to(model.device)} for window in of]
+
+        return Data(
+            batches=batches(windows.used),
+            loss_batches=batches([marks.shortened(window, calibration.loss_window) for window in windows.used]),
+            loss=sampled_loss,
+            kept_back=batches(windows.kept_back),
+            is_decoder=is_decoder(model.config),
+            window=calibration.window,
+            notes=windows.notes,
+        )
+
+    return prepare
+
+
+def _config(name: str) -> Any:
+    """The configuration of a model; None where there is none, as whoever loads the model will say."""
+    import transformers
+
     try:
-        yield
-    finally:
-        config.use_cache = asked
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether the model of a configuration says what comes next in a text."""
+    import transformers
+
+    named = next((getattr(transformers, each, None) for each in config.architectures or []), None)
+    kind = named or transformers.AutoModelForCausalLM
+    return not config.is_encoder_decoder and bool(getattr(kind, "can_generate", lambda: True)())
+
+
+def marks_of(tokenizer: Any, config: Any) -> Marks:
+    """Special tokens in which a model expects a text: those of its tokenizer.
+
+    A decoder gets BOS first, which not every tokenizer adds, and no mark behind a text that goes on.
+    """
+    plain, whole = (tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
+    places = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain] if plain else []
+    before, after = (tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])) if places else ((), ())
+    if config is not None and is_decoder(config):
+        text = config.get_text_config()
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else getattr(text, "bos_token_id", None)
+        known = isinstance(first, int) and 0 <= first < text.vocab_size
+        return Marks(before or ((first,) if known else ()))
+    if not before and not after and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        return Marks((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
+    return Marks(before, after)
+
+
+def _cache(model: Any, wanted: bool | None) -> bool | None:
+    """Let a model keep what it needs to go on with a text, or not: it takes memory. What it did before."""
+    config = model.config.get_text_config()
+    before: bool | None = getattr(config, "use_cache", None)
+    if before is not None and wanted is not None:
+        config.use_cache = wanted
+    return before
 
 
 def load_model(name: str) -> PreTrainedModel:

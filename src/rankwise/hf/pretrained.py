@@ -17,6 +17,7 @@ from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.hf.card import Pair, card
 from rankwise.hf.layout import is_gated
 from rankwise.hf.saving import CONFIG
+from rankwise.hf.sentences import copy_files, module_folders
 
 CARD = "README.md"
 
@@ -33,10 +34,12 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     check_finite: bool = True,
-) -> None:
+    files_from: str | None = None,
+) -> list[str]:
     """Write `model` into a new folder. After `import rankwise` any `from_pretrained` loads it.
 
-    The folder appears only when it is complete.
+    The folder appears only when it is complete. Returned are names of files that `files_from` has and that were not
+    copied, because they may hold code.
 
     Args:
         model: what `pruner.compact()` or `rankwise.compress` returns.
@@ -49,6 +52,7 @@ def save_pretrained(
         max_shard_size: the largest file of weights.
         overwrite: replace a model that was saved under this name before.
         check_finite: refuse parameters that are NaN or infinite.
+        files_from: a folder or name whose files for sentence-transformers are copied, if it has them.
     """
     _check(model, size)
     for word, figures in (("quality", quality), ("speed", speed)):
@@ -62,6 +66,7 @@ def save_pretrained(
             tokenizer.save_pretrained(unfinished)
         text = card(model, target.name, size=size, quality=quality, speed=speed, base_model=base_model)
         (unfinished / CARD).write_text(text, encoding="utf-8")
+        return [] if files_from is None else copy_files(files_from, unfinished)
 
 
 def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
@@ -99,7 +104,8 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"`folder` must be new, but {target} exists. Choose another name, or pass overwrite=True (--overwrite)."
         )
-    inside = sorted(entry.name for entry in target.iterdir() if entry.is_dir())
+    known = module_folders(target)
+    inside = sorted(entry.name for entry in target.iterdir() if entry.is_dir() and entry.name not in known)
     if inside or not (target / CONFIG).is_file() or "model_type" not in json.loads((target / CONFIG).read_text()):
         what = f"also holds the folder {inside[0]}" if inside else f"has no {CONFIG} of one"
         raise CheckpointError(

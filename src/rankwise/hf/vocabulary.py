@@ -22,7 +22,10 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """As the method of transformers; new words come from the mean and covariance of the old in the factors' space."""
+    """As the method of transformers; new words come from the mean and covariance of the old in the factors' space.
+
+    Of a pair that has new words, its table is returned: BART and its like count the rows of the weight that it has.
+    """
     if is_gated(model):
         raise RankwiseError(
             "A gated model cannot take another vocabulary, because its size is being counted. "
@@ -47,7 +50,7 @@ def resize_token_embeddings(
     model.config.get_text_config().vocab_size = size
     model.vocab_size = size
     model.tie_weights()
-    return table
+    return words
 
 
 def _resize_head(model: PreTrainedModel, head: nn.Module, size: int, mean_resizing: bool) -> None:
