@@ -43,6 +43,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def compress(options: Options) -> None:
+    from rankwise.hf.names import check_name
+
+    # before anything slow is imported
+    check_name(options.model)
     from rankwise.cli.folders import open_own
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import Calibration, compress_saved
