@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from rankwise.cli.app import run
 from rankwise.data.glue.tasks import task_named
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.experiments.glue.encoder import check_encoder, load_tokenizer
 from rankwise.hf.compress import load_model
 from rankwise.hf.names import check_name, source_of
@@ -91,7 +91,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(here: Path, hub: type[Hub]) ->
     with pytest.raises(CheckpointError, match="but 'org/name' is not: We couldn't connect to"):
         load_model("org/name")
     assert hub.asked == ["/org/name/resolve/main/config.json"]
-    with pytest.raises(Exception, match=r"`model.name` must be a folder with a model, .* but org/name is neither"):
+    with pytest.raises(RankwiseError, match=r"`model.name` must be a folder with a model, .* but org/name is neither"):
         check_encoder("org/name", task_named("mrpc"), 128)
     assert len(hub.asked) == 2
 
