@@ -1,7 +1,6 @@
 """The errors a user of rankwise can meet. Each message says the rule, the value, the remedy."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 EXTRAS = {
     "train": ("accelerate", "filelock", "tensorboard"),
@@ -36,9 +35,31 @@ class DataError(RankwiseError, ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The part of a message that guesses what was meant: empty where nothing is close."""
-    found = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    """The part of a message that guesses what was meant: empty where nothing is a slip or two away."""
+    found = min(known, key=lambda other: edits(word, other), default=None)
+    return "" if found is None or edits(word, found) > slips(word, found) else f" Did you mean {found!r}?"
+
+
+def slips(word: str, other: str) -> int:
+    """How many edits may lie between two words that are meant to be the same: one of a few letters, three at most."""
+    group = word.rpartition(".")[0]
+    # what stands in the same group shares its name, however little else it shares
+    own = word.removeprefix(f"{group}.") if other.startswith(f"{group}.") else word
+    length = len(own.lstrip("-"))
+    return min(max(1, (length + 1) // 4), 3, length - 1)
+
+
+def edits(word: str, other: str) -> int:
+    """Fewest letters to insert, remove, replace or swap with the next; capital letters are small, and `_` is `-`."""
+    first, second = (text.lower().replace("_", "-") for text in (word, other))
+    before, row = [], list(range(len(second) + 1))
+    for i, letter in enumerate(first):
+        before, above, row = row, before, [i + 1]
+        for j, their in enumerate(second):
+            row.append(min(before[j] + (letter != their), before[j + 1] + 1, row[j] + 1))
+            if i and j and (letter, first[i - 1]) == (second[j - 1], their):
+                row[-1] = min(row[-1], above[j - 1] + 1)
+    return row[-1]
 
 
 def install_extra(extra: str) -> str:

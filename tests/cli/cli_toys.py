@@ -45,9 +45,15 @@ def words(folder: Path, **changes: str) -> list[str]:
             letter = (letter + draw.choice((1, 1, 1, 2, 5))) % len(LETTERS)
             letters.append(LETTERS[letter])
         text.write_text("".join(letters))
-    places = {"corpus.name": str(text), "corpus.cache": str(folder / "cache")}
+    places = {"corpus.name": str(text)}
     changed = {name.replace("__", "."): value for name, value in changes.items()}
-    return [word for name, value in (places | SETTINGS | changed).items() for word in (f"--{name}", value)]
+    pairs = [word for name, value in (places | SETTINGS | changed).items() for word in (f"--{name}", value)]
+    return [*pairs, *cache(folder)]
+
+
+def cache(folder: Path) -> list[str]:
+    """Options that name the cache of `words`; what is saved of a run does not."""
+    return ["--corpus.cache", str(folder / "cache")]
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

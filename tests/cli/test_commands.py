@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_toys import LETTERS, lasting, results, words
+from cli_toys import LETTERS, cache, lasting, results, words
 
 from rankwise.cli.app import run
 from rankwise.data.windows import Evaluation
@@ -108,30 +108,30 @@ def test_a_base_is_trained_once_and_pruned_by_any_method(
     row = answer(capsys, "train", "demo", *words(place), "--out", str(base))
     assert (base / "base" / "model").is_dir()
     assert row["method"] == "dense"
-    pruned = answer(capsys, "prune", str(base), "--out", str(tmp_path / "pruned" / "flop-l0"))
+    pruned = answer(capsys, "prune", str(base), *cache(place), "--out", str(tmp_path / "pruned" / "flop-l0"))
     # the same as in one go
     assert [lasting(pruned)] == [row for row in expected if row["name"] == "flop-l0"]
     arguments = ["--method", "np-l0", "--budget.removed=0.5", "--out", str(tmp_path / "pruned" / "np")]
-    found = lines(capsys, "prune", str(base / "base"), *arguments)
+    found = lines(capsys, "prune", str(base / "base"), *cache(place), *arguments)
     assert "parameters" in found[0]
     assert found[-1] == f"The model is in {tmp_path / 'pruned' / 'np'}."
 
 
 def test_evaluate_finds_what_the_run_found(
-    finished: Path, expected: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    place: Path, finished: Path, expected: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for row in expected:
         for split in ("valid", "test"):
-            got = answer(capsys, "evaluate", str(finished / row["name"]), "--split", split)
+            got = answer(capsys, "evaluate", str(finished / row["name"]), *cache(place), "--split", split)
             assert got["parameters"] == row["parameters"]
             assert got["loss"] == pytest.approx(row[split]["loss"], rel=1e-6)
-    (line,) = lines(capsys, "evaluate", str(finished))
+    (line,) = lines(capsys, "evaluate", str(finished), *cache(place))
     value = next(row for row in expected if row["name"] == "flop-l0")["valid"]["bits_per_character"]
     assert line.endswith(f"parameters, valid {value:.4f} bits per character")
 
 
 def test_evaluate_reads_another_text_by_the_vocabulary_of_the_run(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # fewer letters, in another order of frequency; what the split does not hold does not matter
     letters = "x" + "abcabbb" * 300
@@ -139,7 +139,7 @@ def test_evaluate_reads_another_text_by_the_vocabulary_of_the_run(
     model = load_run(finished)
     for split, part in (("valid", letters[-210:-105]), ("test", letters[-105:])):
         arguments = ("evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--split", split)
-        found = answer(capsys, *arguments)
+        found = answer(capsys, *arguments, *cache(place))
         text = Evaluation(np.array(model.vocabulary.encode(part)), unroll=8)
         expected = evaluate(LanguageModel(model.model), text, "character")
         assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
@@ -152,26 +152,27 @@ def test_evaluate_knows_the_words_of_the_run_whatever_else_the_other_text_holds(
     own = ("--corpus.name", str(tmp_path / "words.txt"), "--corpus.unit", "word", "--corpus.min_count", "2")
     assert run(["train", "demo", *words(place), *own, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    losses = []
+    losses, base = [], str(tmp_path / "run/base")
     for name, before in (("a", "one two three four\n"), ("b", "nothing of that\n")):
         (tmp_path / name).mkdir()
         for split, text in (("train", before), ("valid", "one two three four\n"), ("test", "eight\n")):
             (tmp_path / name / f"{split}.txt").write_text(text * 20)
-        found = answer(capsys, "evaluate", str(tmp_path / "run/base"), "--corpus.name", str(tmp_path / name))
+        found = answer(capsys, "evaluate", base, *cache(place), "--corpus.name", str(tmp_path / name))
         losses.append(found["loss"])
     assert losses[0] == losses[1]
     # a published text is split by rules of its own, and not by those of the run's
-    assert run(["evaluate", str(tmp_path / "run/base"), "--corpus.name", "pydoc"]) == 2
+    assert run(["evaluate", base, *cache(place), "--corpus.name", "pydoc"]) == 2
     assert "must be read in words, as the model does, but is read in characters." in capsys.readouterr().err
 
 
 def test_evaluate_names_a_character_that_the_run_does_not_know(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.txt").write_text("ab c " * 500 + "z")
-    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--split", "test"]) == 2
+    other = ["evaluate", str(finished), *cache(place), "--corpus.name", str(tmp_path / "other.txt")]
+    assert run([*other, "--split", "test"]) == 2
     assert "must be written in the 8 characters of the corpus, but has " in capsys.readouterr().err
-    assert run(["evaluate", str(finished), "--corpus.name", str(tmp_path / "other.txt"), "--corpus.unit", "word"]) == 2
+    assert run([*other, "--corpus.unit", "word"]) == 2
     assert "must be read in characters, as the model does, but is read in words." in capsys.readouterr().err
 
 
@@ -301,7 +302,7 @@ def test_models_that_were_pruned_one_by_one_are_rows_of_one_table(
     rows = [answer(capsys, "train", "demo", *words(place), "--out", "mine")]
     for name, method in (("mine-60", "flop-l0"), ("mine-np", "np-l0"), ("other/mine-np", "np-l0")):
         arguments = ("--method", method, "--budget.removed", "0.6", "--out", name)
-        rows.append(answer(capsys, "prune", "mine", *arguments))
+        rows.append(answer(capsys, "prune", "mine", *arguments, *cache(place)))
     _, *found = lines(capsys, "report", "mine-60", "mine-np", "mine/base")
     assert [line.split()[:2] for line in found] == [[row["name"], f"{row['parameters']:,}"] for row in rows[:3]]
     assert all(f" {row['test']['bits_per_character']:.4f}" in line for line, row in zip(found, rows, strict=False))

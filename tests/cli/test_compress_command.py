@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_toys import LETTERS
+from cli_toys import LETTERS, cache
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -91,10 +91,10 @@ def test_what_is_made_of_a_run_says_what_it_lost_and_writes_text(
     for source in (finished, finished / "flop-l0" / "model"):
         # one that was made before is replaced whole
         model = compressed(capsys, source, out, *words, "--overwrite")
-        assert run(["evaluate", str(out), "--json"]) == 0
+        assert run(["evaluate", str(out), *cache(place), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["parameters"] == rw.count(model)
-        text = Evaluation(open_corpus(next((place / "cache").glob("text-*"))).valid, unroll=8)
+        text = Evaluation(open_corpus(next((place / "cache").glob("corpora/text-*"))).valid, unroll=8)
         assert found["loss"] == pytest.approx(evaluate(LanguageModel(model), text, "character").loss, rel=1e-6)
         assert run(["sample", str(out), "--prompt", "abc", "--length", "9"]) == 0
         assert re.fullmatch(f"abc[{LETTERS}]{{9}}\n", capsys.readouterr().out)

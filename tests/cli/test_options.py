@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.options import as_text, configured, parse, split
 from rankwise.experiments.fields import settings
 from rankwise.experiments.presets import preset
+
+MISSING = next(name for name in ("wandb", "clearml", "swanlab", "dvclive", "aim") if find_spec(name) is None)
+"""A tracker that nobody has installed here."""
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -99,6 +103,14 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (
             ["run", "demo", "--method", "dense", "--compare", "fac"],
             "`compare` must be empty with the method dense, which has no size, but is fac instead. Example: --method f",
+        ),
+        (
+            ["run", "demo", "--trackers", "tensorbord"],
+            "A tracker must be one of aim, all, clearml,",
+        ),
+        (
+            ["train", "demo", "--trackers", MISSING],
+            f"The tracker {MISSING} needs its package, which is not installed. Install it: pip install {MISSING}.",
         ),
         (["report", "nowhere"], "A finished run must hold record.json, but nowhere does not."),
         (["report"], "`rankwise report` needs FOLDER."),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from rankwise.data import Corpus, load_corpus, prepare, text, wiki
 from rankwise.data.published import PUBLISHED, Published
+from rankwise.data.sources import load_prepared
 from rankwise.data.symbols import Kind, symbols_of
 from rankwise.data.text import Text, text_of
 from rankwise.data.vocabulary import Vocabulary, by_frequency, smallest_dtype
@@ -55,7 +56,9 @@ def made_of(kind: Kind, content: str) -> Vocabulary:
 
 
 def left(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.rglob("*")) if cache.exists() else []
+    """All that is in a cache but the folder of corpora and its mark."""
+    found = sorted(path.name for path in cache.rglob("*")) if cache.exists() else []
+    return [name for name in found if name not in ("corpora", ".rankwise")]
 
 
 def test_a_text_file_is_split_by_position_and_nothing_is_lost(tmp_path, cache):
@@ -394,18 +397,69 @@ def test_two_preparations_at_the_same_time_do_not_disturb_each_other(tmp_path, c
     outer = load_corpus(path, cache=cache, progress=lambda *call: inner.append(load_corpus(path, cache=cache)))
     assert whole(outer) == whole(inner[0]) == PROSE
     assert left(cache)[-1] == "vocabulary.json"
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(cache.glob("*/*/"))) == 1
 
 
 def test_what_a_killed_preparation_left_is_swept_after_a_day(tmp_path, cache):
     path = tmp_path / "prose.txt"
     path.write_text(PROSE)
-    old, new = cache / ".prose-0123456789abcdef.00000000", cache / ".prose-0123456789abcdef.11111111"
+    corpora = load_corpus(path, cache=cache).folder.parent
+    old, new = corpora / ".prose-0123456789abcdef.00000000", corpora / ".prose-0123456789abcdef.11111111"
     for folder in (old, new):
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))
-    load_corpus(path, cache=cache)
+    load_corpus(path, cache=cache, unit="word")
     assert (old.exists(), new.exists()) == (False, True)
+
+
+NAMES = [
+    ".prose-0123456789abcdef.00000000", ".notes-2024.abcdefgh", ".a-b.12345678", "notes", ".prose-0123456789abcdef"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", ["", "corpora"])
+def test_a_cache_is_swept_only_of_what_was_made_there(tmp_path, cache, inside):
+    path = tmp_path / "prose.txt"
+    path.write_text(PROSE)
+    # a folder of the user's, whatever it is called
+    kept = [cache / inside / name / "file" for name in NAMES]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file.parent, (0, 0))
+    assert whole(load_corpus(path, cache=cache)) == PROSE
+    assert all(file.exists() for file in kept)
+
+
+def test_what_is_no_folder_of_ours_stays_where_corpora_are(tmp_path, cache):
+    path = tmp_path / "prose.txt"
+    path.write_text(PROSE)
+    corpora, elsewhere = load_corpus(path, cache=cache).folder.parent, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    os.utime(elsewhere, (0, 0))
+    (corpora / ".prose-0123456789abcdef.22222222").symlink_to(elsewhere)
+    for name in NAMES[1:]:
+        (corpora / name).mkdir()
+        os.utime(corpora / name, (0, 0))
+    load_corpus(path, cache=cache, unit="word")
+    assert (elsewhere / "file").exists()
+    assert all((corpora / name).exists() for name in NAMES[1:])
+
+
+def test_a_prepared_corpus_is_found_by_its_fingerprint_without_its_text(tmp_path, cache):
+    path = tmp_path / "prose.txt"
+    path.write_text(PROSE)
+    corpora = [load_corpus(path, cache=cache, unit=unit) for unit in ("character", "word")]
+    path.unlink()
+    for corpus in corpora:
+        found = load_prepared(corpus.fingerprint, cache=cache)
+        assert found is not None
+        assert whole(found) == whole(corpus)
+        for damaged in cache.glob(f"corpora/{corpus.folder.name}/valid.npy"):
+            damaged.write_bytes(b"")
+        assert load_prepared(corpus.fingerprint, cache=cache) is None
+    assert load_prepared("0" * 64, cache=cache) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of the system on file sizes")

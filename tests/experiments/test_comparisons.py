@@ -51,7 +51,7 @@ def test_the_table_shows_the_share_that_was_asked_for(tmp_path: Path) -> None:
 def test_a_base_for_a_method_without_a_ramp_can_be_pruned_by_one_with_gates(tmp_path: Path) -> None:
     experiment = toy(tmp_path, method=make_method("fac"), compare=("flop-l0",))
     rows = {row["name"]: row for row in run(experiment, tmp_path / "run")["rows"]}
-    gated = override(read_experiment(tmp_path / "run"), {"method": "flop-l0"})
+    gated = override(read_experiment(tmp_path / "run"), {"method": "flop-l0", "corpus.cache": str(tmp_path / "cache")})
     assert isinstance(gated, Experiment)
     assert prune(gated, tmp_path / "run/base", tmp_path / "alone")["test"] == rows["flop-l0"]["test"]
 

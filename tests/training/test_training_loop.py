@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import rankwise as rw
 from rankwise.data.windows import Evaluation
 from rankwise.errors import DataError, RankwiseError
 from rankwise.training import LanguageModel, Progress, TrainingConfig, evaluate, fit
+from rankwise.training.accelerator import check_trackers
 from rankwise.training.records import RunFolder
 
 DENSE = dataclasses.replace(CONFIG, dense_steps=0)
@@ -246,5 +248,22 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankwiseError, match="bensorboard"):
+    known = "A tracker must be one of .*tensorboard.*, but is 'bensorboard' instead. Did you mean 'tensorboard'"
+    with pytest.raises(RankwiseError, match=known):
         run("sru", None, tmp_path / "run", config=DENSE, trackers=("bensorboard",))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    missing = next((name for name in ("wandb", "clearml", "aim") if find_spec(name) is None), None)
+    if missing is None:
+        pytest.skip("every tracker is installed")
+    with pytest.raises(RankwiseError, match=f"tracker {missing} needs its package, .* pip install {missing}."):
+        run("sru", None, tmp_path / "run", config=DENSE, trackers=(missing,))
+    assert not list(tmp_path.glob("run/**/step-*"))
+
+
+def test_a_tracker_of_the_user_s_own_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import tracking
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mine", object)
+    check_trackers(["mine", "all"])

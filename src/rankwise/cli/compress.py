@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
         "--target",
         type=one_of("cuda", "cpu", "size"),
         metavar="WHERE",
-        help="where it will run, cuda or cpu, or size: the smallest file, in the pivot layout (default: cpu)",
+        help="where it will run, cuda or cpu, or size: the smallest file, in the pivot layout (default: the device)",
     )
     add("--embeddings", action="store_true", help="compress tables of words too, and output layers tied to them")
     add("--exclude", action="append", default=[], metavar="NAME", help="leave out layers of this name; repeatable")
@@ -69,6 +69,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def compress(options: Options) -> None:
+    from rankwise.hf.names import check_name
+
+    # before anything slow is imported
+    check_name(options.model)
     import torch
 
     from rankwise.cli.folders import open_own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from rankwise.cli.tables import print_table
 from rankwise.report.tables import MEASURES, SHARES
 
 if TYPE_CHECKING:
+    from rankwise.data.corpus import Corpus
+    from rankwise.data.text import Progress
     from rankwise.experiments.arms import AnyExperiment
     from rankwise.experiments.config import Experiment
 
@@ -78,12 +81,17 @@ def train(options: Options) -> None:
 def prune(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.experiments import pipeline
+    from rankwise.experiments.folder import load_text, read_fingerprint
 
     refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
     experiment = _of_text(configured(of_base(options), options), "prune")
-    folder = folder_of("prune", options, experiment)
+    folder, base, given = folder_of("prune", options, experiment), base_folder(options), dict(options.given)
+
+    def read(progress: Progress) -> Corpus:
+        return load_text(experiment.corpus, given, read_fingerprint(base), progress)
+
     with watching() as watcher:
-        row = pipeline.prune(experiment, base_folder(options), folder, watcher=watcher, trackers=options.trackers)
+        row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
     _show_row(options, row, folder)
 
 
@@ -143,7 +151,9 @@ def folder_of(command: str, options: Options, experiment: AnyExperiment) -> Path
         return Path(options.out)
     task = getattr(experiment, "task", None)
     ends = {"prune": experiment.method.name, "sweep": "sweep"}
-    return RUNS / "-".join(filter(None, (experiment.name, task, ends.get(command))))
+    # what was read from a folder may call itself anything, such as a path
+    name = re.sub(r"[^\w.-]+", "-", experiment.name)
+    return RUNS / "-".join(filter(None, (name, task, ends.get(command))))
 
 
 def _show(options: Options, record: Mapping[str, Any], folder: Path) -> None:
@@ -219,7 +229,8 @@ PRUNE = Command(
     usage="BASE [--out FOLDER] [--method NAME] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Prune a dense model that was trained before.",
     details=SETTINGS.format(how="`rankwise prune BASE --help`")
-    + "\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
+    + "\nIts text is found as by `rankwise evaluate`: one of your own that the cache does not hold is named again, by\n"
+    "--corpus.name FILE." + "\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
     arguments=_prune_arguments,
     run=prune,
     experiment=of_base,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ def evaluate(options: Options) -> None:
     assert isinstance(experiment, Experiment)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
-        corpus = _read(experiment.corpus, found, options.split, watcher)
+        corpus = _read(experiment.corpus, found, dict(options.given), options.split, watcher)
         watcher.phase(f"evaluating {found.folder}")
         quality = quality_of(found.model, corpus, options.split, experiment.training)
     parameters = count(found.model)
@@ -56,9 +56,10 @@ def evaluate(options: Options) -> None:
         say(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
 
 
-def _read(config: CorpusConfig, of: Exported, split: str, watcher: Watcher) -> Corpus:
+def _read(config: CorpusConfig, of: Exported, given: Collection[str], split: str, watcher: Watcher) -> Corpus:
     """The corpus, with its split in the numbers of the model's vocabulary."""
     from rankwise.data.sources import NAMES
+    from rankwise.experiments.folder import load_text
 
     own, vocabulary = of.experiment.corpus, of.vocabulary
     if config.name not in NAMES and config.unit is None:
@@ -66,7 +67,7 @@ def _read(config: CorpusConfig, of: Exported, split: str, watcher: Watcher) -> C
     elif config.name in NAMES and (config.unit, config.min_count) == (own.unit, own.min_count):
         # how the model's own text was split
         config = replace(config, unit=None, min_count=None)
-    corpus = config.load(watcher.read)
+    corpus = load_text(config, given, of.fingerprint, watcher.read)
     if corpus.vocabulary == vocabulary:
         return corpus
     if config.unit == "word":
@@ -141,8 +142,10 @@ EVALUATE = Command(
     usage="FOLDER [--split valid|test] [--corpus.SETTING VALUE ...] [--json]",
     about="Measure how well a model of a run predicts a text.",
     details=f"""\
-Where the corpus has moved since: --corpus.data FOLDER. Another text: --corpus.name FILE, which is read by the
-model's vocabulary; valid and test are its last two twentieths, or files of their own in a folder.
+The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
+so it chooses no file to open and no place to write: name a text of your own that the cache does not hold by
+--corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by --corpus.cache FOLDER.
+Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a folder.
 
 example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
     arguments=_evaluate_arguments,

@@ -30,6 +30,10 @@ from rankwise.files import sync
 
 BLOCK_TOKENS = 1024 * 1024
 STALE_SECONDS = 24 * 3600.0
+CORPORA = "corpora"
+MARKER = ".rankwise"
+"""The file by which a folder of prepared corpora is known as one that this program made."""
+UNFINISHED = re.compile(r"\.[\w.-]+-[0-9a-f]{16}\.[0-9a-f]{8}")
 WRONG_FILE = "Fetch it again, or give its path as that of a text of your own."
 
 
@@ -65,7 +69,8 @@ class Source:
 def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Corpus:
     """The corpus of a source: the prepared one in `cache` if it is up to date, otherwise a new one."""
     slug = re.sub(r"[^\w.-]+", "-", source.name)
-    target = cache / f"{slug}-{source.key()}"
+    corpora = cache / CORPORA
+    target = corpora / f"{slug}-{source.key()}"
     if target.exists():
         try:
             return open_corpus(target)
@@ -75,10 +80,10 @@ def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Co
     for text in source.texts:
         if text.path and text.digest:
             check_digest(text.path, text.digest, WRONG_FILE)
-    unfinished = cache / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    unfinished = corpora / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _sweep(cache)
+        _make(corpora)
+        _sweep(corpora)
         unfinished.mkdir()
         _write(source, unfinished, progress)
         _put(unfinished, target)
@@ -90,6 +95,18 @@ def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Co
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return open_corpus(target)
+
+
+def find_prepared(fingerprint: str, cache: Path) -> Corpus | None:
+    """The corpus with this fingerprint that was prepared in `cache` before; None where there is none."""
+    for about in sorted((cache / CORPORA).glob("*/corpus.json")):
+        try:
+            corpus = open_corpus(about.parent)
+        except DataError:
+            continue
+        if corpus.fingerprint == fingerprint:
+            return corpus
+    return None
 
 
 def _write(source: Source, folder: Path, progress: Progress | None) -> None:
@@ -211,9 +228,25 @@ def _put(finished: Path, target: Path) -> None:
             os.rename(finished, target)
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what a preparation that was killed left behind."""
-    for folder in cache.glob(".*-*.????????"):
+def _make(corpora: Path) -> None:
+    """Make the folder of prepared corpora, and mark it; one that was there before stays as it is."""
+    corpora.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        corpora.mkdir()
+    except FileExistsError:
+        return
+    (corpora / MARKER).write_text(
+        "Corpora that rankwise prepared. They can be removed at any time.\n", encoding="ascii"
+    )
+
+
+def _sweep(corpora: Path) -> None:
+    """Remove what a preparation that was killed left behind, where nobody else keeps anything."""
+    if not (corpora / MARKER).is_file():
+        return
+    for folder in corpora.iterdir():
+        if not UNFINISHED.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
         if time.time() - folder.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
 

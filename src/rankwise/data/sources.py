@@ -9,7 +9,7 @@ from pathlib import Path
 from rankwise.data import embedded, wiki
 from rankwise.data.corpus import SPLITS, Corpus, Unit
 from rankwise.data.fetch import fetch, unpack
-from rankwise.data.prepare import Source, prepare
+from rankwise.data.prepare import Source, find_prepared, prepare
 from rankwise.data.published import PUBLISHED
 from rankwise.data.text import Progress, text_of
 from rankwise.errors import DataError, nearest
@@ -52,6 +52,11 @@ def load_corpus(
             f"which is none of them.{nearest(str(corpus).lower(), NAMES) or ' Check the path.'}"
         )
     return prepare(_own(path, unit, 1 if min_count is None else min_count), store, progress)
+
+
+def load_prepared(fingerprint: str, *, cache: str | os.PathLike[str] | None = None) -> Corpus | None:
+    """The corpus with this fingerprint, where `load_corpus` has prepared it in `cache` before; no text is opened."""
+    return find_prepared(fingerprint, Path(cache) if cache is not None else cache_folder())
 
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:

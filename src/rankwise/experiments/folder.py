@@ -11,20 +11,22 @@ runs/demo/            experiment.json, record.json; latency.json where the budge
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rankwise.data.corpus import Corpus
+from rankwise.data.sources import NAMES, load_prepared
+from rankwise.data.text import Progress
 from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.load import load
 from rankwise.deploy.save import OF_RUN, STRUCTURE
 from rankwise.errors import CheckpointError, DataError
 from rankwise.experiments.arms import FORMAT, SWEEP, AnyExperiment
-from rankwise.experiments.config import Experiment
+from rankwise.experiments.config import CorpusConfig, Experiment
 from rankwise.experiments.fields import from_json, to_json
 from rankwise.files import reason, write_json
 from rankwise.training.checkpoint import check_same
@@ -37,6 +39,10 @@ SEEDS = "seed-*"
 """Folders of a sweep."""
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 """Of a training run."""
+FINGERPRINT = "fingerprint"
+"""Of the text that a model was trained on, in the experiment beside it."""
+CHOICE = {"corpus.name", "corpus.data", "corpus.unit", "corpus.min_count"}
+"""Settings by which a user asks for another text than that of the training, or for another copy of it."""
 SHOWN = 4
 """Folders of a sweep that a message names."""
 
@@ -49,6 +55,8 @@ class Exported:
     experiment: Experiment
     model: nn.Module
     vocabulary: Vocabulary
+    fingerprint: str | None
+    """Of the text that it was trained on."""
 
 
 def claim(folder: Path, form: str) -> dict[str, Any] | None:
@@ -78,8 +86,11 @@ def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], arms: Sequen
 
 
 def has_models(folder: Path, rows: Iterable[Mapping[str, Any]], *beside: str) -> bool:
-    """Whether the models of these rows are there, and what stands beside them."""
-    return all((folder / row["folder"] / name).exists() for row in rows for name in (MODEL, *beside))
+    """Whether the models of these rows are there, inside the folder, and what stands beside them."""
+    places = [Path(row["folder"]) for row in rows]
+    if any(place.is_absolute() or ".." in place.parts for place in places):
+        return False
+    return all((folder / place / name).exists() for place in places for name in (MODEL, *beside))
 
 
 def check_part(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -111,19 +122,59 @@ def check_vocabulary(corpus: Corpus, known: Vocabulary) -> None:
         )
 
 
-def write_experiment(folder: Path, experiment: AnyExperiment) -> None:
-    write(folder / EXPERIMENT, to_json(experiment))
+def write_experiment(folder: Path, experiment: AnyExperiment, fingerprint: str | None = None) -> None:
+    """`fingerprint` is that of the corpus."""
+    plain = to_json(experiment)
+    if fingerprint is not None:
+        plain["corpus"][FINGERPRINT] = fingerprint
+    write(folder / EXPERIMENT, plain)
 
 
 def read_experiment(folder: Path) -> AnyExperiment:
-    """The experiment that a folder belongs to."""
+    """The experiment that a folder belongs to, without the places that were named for it.
+
+    The folder may be a stranger's, so what it says must choose neither where is written nor which files are opened.
+    """
     plain = read(folder / EXPERIMENT)
     if plain is None:
         raise CheckpointError(
             f"A run's folder must hold {EXPERIMENT}, but {folder} does not. Give the folder that `rankwise run`, "
             "`train`, `prune` or `sweep` wrote to."
         )
-    return from_json(plain)
+    if isinstance(corpus := plain.get("corpus"), dict):
+        plain["corpus"] = {name: value for name, value in corpus.items() if name != FINGERPRINT}
+    experiment = from_json(plain)
+    if isinstance(experiment, Experiment):
+        return replace(experiment, corpus=replace(experiment.corpus, data=None, cache=None))
+    return replace(experiment, data=None)
+
+
+def read_fingerprint(folder: Path) -> str | None:
+    """That of the text which the model of a folder was trained on; None where nothing says it."""
+    corpus = (read(folder / EXPERIMENT) or {}).get("corpus")
+    found = corpus.get(FINGERPRINT) if isinstance(corpus, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def load_text(
+    config: CorpusConfig, given: Collection[str], fingerprint: str | None, progress: Progress | None = None
+) -> Corpus:
+    """The corpus of an experiment that was read from a folder; `given` are the settings that the user gave.
+
+    Without a word from the user it is the text of the training, where the user's cache holds it prepared, or else a
+    published corpus. A file is opened only if the user named it.
+    """
+    if fingerprint is not None and not CHOICE.intersection(given):
+        prepared = load_prepared(fingerprint, cache=config.cache)
+        if prepared is not None:
+            return prepared
+    if config.name not in NAMES and "corpus.name" not in given:
+        raise DataError(
+            "A text that is not in the cache must be named by whoever reads it, for a saved run chooses no file to "
+            f"open, but `corpus.name` is not given. This run was trained on {config.name!r}: add --corpus.name FILE, "
+            "or --corpus.cache FOLDER if the training had a cache of its own."
+        )
+    return config.load(progress)
 
 
 def load_run(folder: Path) -> Exported:
@@ -131,7 +182,7 @@ def load_run(folder: Path) -> Exported:
     place, model, vocabulary = find_run(folder)
     own = read_experiment(place)
     assert isinstance(own, Experiment)
-    return Exported(place, own, load(model).eval(), vocabulary)
+    return Exported(place, own, load(model).eval(), vocabulary, read_fingerprint(place))
 
 
 def find_run(folder: Path) -> tuple[Path, Path, Vocabulary]:

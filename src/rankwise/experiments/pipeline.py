@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.data.corpus import Corpus
+from rankwise.data.text import Progress
 from rankwise.data.windows import Windows
 from rankwise.deploy.load import load
 from rankwise.deploy.measure import Timing, time_together
@@ -52,6 +53,7 @@ from rankwise.methods.svd import Svd
 from rankwise.models.architectures import build
 from rankwise.pruner import Pruner
 from rankwise.training import TrainingConfig, fit
+from rankwise.training.accelerator import check_trackers
 from rankwise.training.evaluate import Quality, evaluate
 from rankwise.training.language import LanguageModel
 from rankwise.training.records import FORMAT as TRAINED
@@ -170,8 +172,12 @@ def prune(
     *,
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
+    read: Callable[[Progress], Corpus] | None = None,
 ) -> dict[str, Any]:
-    """Prune the base that was trained in the folder `base`; the row of the model in `folder`."""
+    """Prune the base that was trained in the folder `base`; the row of the model in `folder`.
+
+    `read` gives the corpus, where it is not to be read as the experiment says.
+    """
     path, base = Path(folder), Path(base)
     claim(path, TRAINED)
     vocabulary = read_vocabulary(base)
@@ -179,7 +185,7 @@ def prune(
         raise CheckpointError(
             f"A base must be trained before it is pruned, but there is no model in {base}. Run `rankwise train` first."
         )
-    stage = _begin(experiment, path.parent, watcher, trackers)
+    stage = _begin(experiment, path.parent, watcher, trackers, read)
     check_vocabulary(stage.corpus, vocabulary)
     latency = _latency(stage, experiment, path)
     experiment = experiment if latency is None else latency.applied(experiment)
@@ -206,10 +212,17 @@ def quality_of(model: nn.Module, corpus: Corpus, split: str, config: TrainingCon
     return evaluate(language, config.evaluation(getattr(corpus, split)), corpus.unit)
 
 
-def _begin(experiment: Experiment, folder: Path, watcher: Watcher | None, trackers: Sequence[str]) -> Stage:
+def _begin(
+    experiment: Experiment,
+    folder: Path,
+    watcher: Watcher | None,
+    trackers: Sequence[str],
+    read: Callable[[Progress], Corpus] | None = None,
+) -> Stage:
+    check_trackers(trackers)
     watcher = watcher or Watcher()
     watcher.phase(f"reading {experiment.corpus.name}")
-    return Stage(experiment.corpus.load(watcher.read), folder, watcher, trackers)
+    return Stage((read or experiment.corpus.load)(watcher.read), folder, watcher, trackers)
 
 
 def _latency(stage: Stage, experiment: Experiment, folder: Path) -> Latency | None:
@@ -334,7 +347,7 @@ def _finish(
     small = small.eval()
     save(small, folder / MODEL, overwrite=True)
     write(folder / VOCABULARY, corpus.vocabulary.to_json())
-    write_experiment(folder, arm.experiment)
+    write_experiment(folder, arm.experiment, corpus.fingerprint)
     row = {
         "name": arm.name,
         "method": arm.experiment.method.name,

@@ -16,6 +16,7 @@ from rankwise.deploy.compress import Compressed, Data, Listener, Windows, place,
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.windows import Calibration, Marks
 from rankwise.errors import CheckpointError, DataError, RankwiseError
+from rankwise.hf.names import source_of
 from rankwise.hf.pretrained import check_target, save_pretrained
 
 if TYPE_CHECKING:
@@ -175,10 +176,11 @@ def load_model(name: str) -> PreTrainedModel:
     """The model of that folder or name, of the class that its configuration names."""
     import transformers
 
+    source: dict[str, Any] = source_of(name)
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, **source)
         named = next((getattr(transformers, each, None) for each in config.architectures or []), None)
-        model = (named or transformers.AutoModelForCausalLM).from_pretrained(name, dtype="auto")
+        model = (named or transformers.AutoModelForCausalLM).from_pretrained(name, dtype="auto", **source)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, RankwiseError):
             raise
@@ -193,12 +195,13 @@ def load_tokenizer(name: str, *, needed: bool) -> Any:
     """The tokenizer that comes with a model; None where it has none and none is needed."""
     from transformers import AutoTokenizer
 
+    source: dict[str, Any] = source_of(name)
     try:
         folder = Path(name)
         # where there is nothing, transformers may make up one without words
         if folder.is_dir() and not any(any(folder.glob(files)) for files in TOKENIZER_FILES):
             raise FileNotFoundError(f"no {' or '.join(TOKENIZER_FILES)} there.")
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **source)
     # a missing one is told in many ways
     except Exception as error:
         if not needed:

@@ -1,4 +1,7 @@
-"""Kernels in C: built by the machine's C compiler when they are first needed, and kept in the cache folder."""
+"""Kernels in C: built by the machine's C compiler when they are first needed, and kept in the cache folder.
+
+A library runs as the user who opens it, so only what nobody else can have written is opened.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import uuid
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -51,11 +58,20 @@ def library(source: Path) -> ctypes.CDLL:
         raise _BuildError(f"there is no C compiler ({' or '.join(names)}) on this machine")
     command = [compiler, *options[1:]]
     try:
-        built = cache_folder() / "kernels" / f"{source.parent.name}-{source.stem}-{_fingerprint(source, command)}.so"
-        with suppress(OSError):
-            return ctypes.CDLL(str(built))
-        with _workshop(built.parent) as folder:
-            return _build(source, command, Path(folder), built)
+        name = f"{source.parent.name}-{source.stem}-{_fingerprint(source, command)}.so"
+        with _open_store(cache_folder() / "kernels") as store:
+            with suppress(OSError):
+                if store is not None:
+                    return store.load(name)
+            # new and the user's own; what is loaded stays so when its file is gone
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                fresh = Path(folder) / name
+                _build(source, command, fresh)
+                with suppress(OSError):
+                    if store is not None:
+                        store.keep(fresh)
+                        return store.load(name)
+                return ctypes.CDLL(str(fresh))
     except OSError as error:
         raise _BuildError(str(error)) from None
 
@@ -74,8 +90,7 @@ class _BuildError(Exception):
     pass
 
 
-def _build(source: Path, command: list[str], folder: Path, built: Path) -> ctypes.CDLL:
-    fresh = folder / built.name
+def _build(source: Path, command: list[str], fresh: Path) -> None:
     # some compilers know no `native` for some processors
     for flags in (["-march=native", *_FLAGS], _FLAGS):
         run = subprocess.run(
@@ -86,25 +101,76 @@ def _build(source: Path, command: list[str], folder: Path, built: Path) -> ctype
             errors="replace",
         )
         if run.returncode == 0:
-            break
-    else:
-        raise _BuildError(f"{command[0]} failed: {run.stderr.strip()[-500:]}")
-    try:
-        # at once, so that another process sees all of it or nothing
-        os.replace(fresh, built)
-    except OSError:
-        # what is loaded stays so when its file is gone
-        return ctypes.CDLL(str(fresh))
-    return ctypes.CDLL(str(built))
+            return
+    raise _BuildError(f"{command[0]} failed: {run.stderr.strip()[-500:]}")
 
 
-def _workshop(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder to build in: in the cache, where a file can be moved into place, or else where temporary files go."""
+@dataclass(frozen=True)
+class _Store:
+    """A folder of libraries that only this user can write to."""
+
+    folder: Path
+    descriptor: int | None
+    """Of the folder that was checked: its path may lead to another one meanwhile. None where the system has none."""
+
+    def load(self, name: str) -> ctypes.CDLL:
+        """Open a library; raises OSError where there is none, or none of the user's own."""
+        if self.descriptor is None:
+            return ctypes.CDLL(str(self.folder / name))
+        status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or not _only_ours(status):
+            raise PermissionError(f"others may have written {self.folder / name}")
+        place = Path(f"/proc/self/fd/{self.descriptor}")
+        return ctypes.CDLL(str((place if place.exists() else self.folder) / name))
+
+    def keep(self, fresh: Path) -> None:
+        """Put a library there under its name: at once, so that another process sees all of it or nothing."""
+        unfinished, name = f".{fresh.name}.{uuid.uuid4().hex[:8]}", fresh.name
+        if self.descriptor is None:
+            unfinished, name = str(self.folder / unfinished), str(self.folder / name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        handle = os.open(unfinished, flags, 0o700, dir_fd=self.descriptor)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(fresh.read_bytes())
+            os.replace(unfinished, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        except OSError:
+            os.unlink(unfinished, dir_fd=self.descriptor)
+            raise
+
+
+@contextmanager
+def _open_store(folder: Path) -> Iterator[_Store | None]:
+    """The folder of libraries; None where it cannot be had, and a word where others could write to it."""
+    descriptor = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder)
+        # elsewhere rights are no bits of a file, and the cache is in the user's own part of the disk
+        if os.name == "posix":
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return tempfile.TemporaryDirectory()
+        yield None
+        return
+    try:
+        if descriptor is None or _only_ours(os.fstat(descriptor)):
+            yield _Store(folder, descriptor)
+            return
+        warnings.warn(
+            f"The folder of built kernels must be yours, and writable by nobody else, but {folder} is not. Nothing in "
+            "it is opened, and kernels are built anew by every process. Remove it, or take the rights to write from "
+            "others (chmod 700), or name another folder in the environment variable RANKWISE_CACHE.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        yield None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _only_ours(status: os.stat_result) -> bool:
+    """Whether this user owns a file or folder, and nobody else may write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:

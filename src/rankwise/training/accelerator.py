@@ -7,20 +7,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import RankwiseError, install_extra
+from rankwise.errors import RankwiseError, install_extra, nearest
 from rankwise.training.config import TrainingConfig
 
 try:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator, tracking  # type: ignore[import-untyped]
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from accelerate.utils import LoggerType  # type: ignore[import-untyped]
 except ImportError as error:
     raise ImportError(
         f"Training needs the package accelerate, which is not installed. {install_extra('train')}"
     ) from error
 
+PACKAGED = tuple(LoggerType.list())
+"""Trackers of Accelerate itself; each has the name of the package that it needs."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker that Accelerate does not know, or would leave out because its package is not installed."""
+    # "all" are those that are installed; one that the user has registered needs no package
+    ready = {"all", *map(str, tracking.get_available_trackers())} | set(tracking.LOGGER_TYPE_TO_CLASS) - set(PACKAGED)
+    known = sorted({"all", *tracking.LOGGER_TYPE_TO_CLASS})
+    for name in names:
+        if name not in known:
+            raise RankwiseError(
+                f"A tracker must be one of {', '.join(known)}, but is {name!r} instead.{nearest(name, known)}"
+            )
+        if name not in ready:
+            raise RankwiseError(
+                f"The tracker {name} needs its package, which is not installed. Install it: pip install {name}."
+            )
+
 
 def make_accelerator(config: TrainingConfig, folder: Path, trackers: Sequence[str]) -> Any:
-    """An Accelerator for `config`; `trackers` are names that Accelerate knows, and those not installed are left out."""
+    """An Accelerator for `config`; `trackers` are names that Accelerate knows, of packages that are installed."""
+    check_trackers(trackers)
     settings = {
         "mixed_precision": config.precision,
         "cpu": config.device == "cpu",

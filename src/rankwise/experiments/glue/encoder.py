@@ -15,6 +15,7 @@ from torch import nn
 from rankwise.data.glue.tasks import Task
 from rankwise.deploy.inputs import positions_of
 from rankwise.errors import RankwiseError, install_extra
+from rankwise.hf.names import source_of
 
 try:
     import transformers
@@ -22,13 +23,16 @@ try:
 except ImportError as error:
     raise ImportError(f"GLUE needs the package transformers, which is not installed. {install_extra('hf')}") from error
 
+SETTING = "`model.name`"
+
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """Of a folder or a name on the hub."""
     why = ""
+    source: dict[str, Any] = source_of(name, SETTING)
     with quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, **source)
             # where a folder has no vocabulary, transformers makes up one of special tokens alone
             files = list(tokenizer.vocab_files_names.values())
             if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in files):
@@ -63,11 +67,12 @@ def check_encoder(name: str | os.PathLike[str], task: Task, max_length: int) -> 
 def load_encoder(name: str | os.PathLike[str], task: Task, *, seed: int = 0) -> nn.Module:
     """With a head for `task`: the one that was saved, or a fresh one."""
     kind = "regression" if task.is_regression else "single_label_classification"
+    source: dict[str, Any] = source_of(name, SETTING)
     torch.manual_seed(seed)
     with quiet():
         try:
             model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32
+                name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32, **source
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise _no_classifier(name, error) from error
@@ -90,8 +95,9 @@ def _no_classifier(name: str | os.PathLike[str], error: Exception) -> RankwiseEr
 
 
 def _config(name: str | os.PathLike[str]) -> Any:
+    source: dict[str, Any] = source_of(name, SETTING)
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
         what = "a folder without a model" if Path(name).is_dir() else "neither a folder nor to be had from the hub"
         raise RankwiseError(
