@@ -103,8 +103,8 @@ class Layout:
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Layout:
         """Refuses an entry of a newer version, or one that we did not write."""
-        verify = entry.get("version") != UNSEALED and verifies()
         version = entry.get("version")
+        verify = version != UNSEALED and verifies()
         if type(version) is int and version > VERSION:
             raise CheckpointError(
                 f"The `quantization_config` in config.json must be version {VERSION} at most, but is version "
