@@ -155,6 +155,28 @@ def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
     return bias
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name or "(model)" for name in names[:most]) + more
+
+
+def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
+    """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
+    planned = {id(p) for site in plan.sites for use in site.uses for p in get_module(model, use).parameters()}
+    sizes: dict[int, int] = {}
+    by_reason: dict[str, list[str]] = {}
+    names = {item.name for item in plan.left_out}
+    for item in plan.left_out:
+        own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in planned}
+        # a part of a module that is left out goes without saying
+        if own.keys() - sizes.keys() and not any(item.name.startswith(f"{name}.") for name in names if name):
+            by_reason.setdefault(item.reason, []).append(item.name)
+        sizes |= own
+    share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+    return share, "; ".join(f"{listed(names)} ({reason})" for reason, names in list(by_reason.items())[:3])
+
+
 def check_not_empty(plan: Plan) -> None:
     """Refuse a plan without a single matrix."""
     if not plan.sites:
