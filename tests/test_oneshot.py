@@ -41,7 +41,7 @@ def test_any_model_is_compressed_to_the_exact_size(spec: Spec, layout: Any, weig
         return
     assert rw.count(small) <= limit
     # at the least a component of every matrix that has lost one would be too much
-    pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", layout=layout)
+    pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", rw.find_plan(model), layout=layout)
     cheapest = max(curve.per_component for curve in pruner.account.curves)
     everything = pruner.account.size([curve.num_components for curve in pruner.account.curves])
     assert limit - rw.count(small) < cheapest or rw.count(small) == everything

@@ -33,7 +33,7 @@ from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
 Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Where those modules are from that keep books of a model's parameters."""
-LEFT_OUT, NEARLY_ALL = 0.01, 0.95
+LEFT_OUT, NEARLY_ALL = 0.05, 0.95
 """Shares that are worth a warning: of the parameters in layers left out, of the prunable ones that must go."""
 
 

@@ -163,12 +163,16 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
     """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
-    planned = {id(p) for site in plan.sites for use in site.uses for p in get_module(model, use).parameters()}
+    planned = {get_module(model, use) for site in plan.sites for use in site.uses}
+    pruned = {id(p) for module in planned for p in module.parameters()}
     sizes: dict[int, int] = {}
     by_reason: dict[str, list[str]] = {}
     names = {item.name for item in plan.left_out}
     for item in plan.left_out:
-        own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in planned}
+        module = model.get_submodule(item.name)
+        # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
+        whole = planned.isdisjoint(module.modules())
+        own = {id(p): p.numel() for p in module.parameters(recurse=whole) if id(p) not in pruned}
         # a part of a module that is left out goes without saying
         if own.keys() - sizes.keys() and not any(item.name.startswith(f"{name}.") for name in names if name):
             by_reason.setdefault(item.reason, []).append(item.name)
