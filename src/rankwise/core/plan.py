@@ -164,21 +164,23 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
     """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
     planned = {get_module(model, use) for site in plan.sites for use in site.uses}
-    pruned = {id(p) for module in planned for p in module.parameters()}
-    sizes: dict[int, int] = {}
-    by_reason: dict[str, list[str]] = {}
-    names = {item.name for item in plan.left_out}
+    counted = {id(p) for module in planned for p in module.parameters()}
+    modules = {item.name: model.get_submodule(item.name) for item in plan.left_out}
+    # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
+    whole = {name for name, module in modules.items() if planned.isdisjoint(module.modules())}
+    sizes: dict[str, int] = {}
+    names: dict[str, list[str]] = {}
     for item in plan.left_out:
-        module = model.get_submodule(item.name)
-        # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
-        whole = planned.isdisjoint(module.modules())
-        own = {id(p): p.numel() for p in module.parameters(recurse=whole) if id(p) not in pruned}
+        own = {id(p): p.numel() for p in modules[item.name].parameters(recurse=item.name in whole)}
+        size = sum(own[i] for i in own.keys() - counted)
+        counted |= own.keys()
+        sizes[item.reason] = sizes.get(item.reason, 0) + size
         # a part of a module that is left out goes without saying
-        if own.keys() - sizes.keys() and not any(item.name.startswith(f"{name}.") for name in names if name):
-            by_reason.setdefault(item.reason, []).append(item.name)
-        sizes |= own
+        if size and not any(item.name.startswith(f"{name}.") for name in whole):
+            names.setdefault(item.reason, []).append(item.name)
     share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
-    return share, "; ".join(f"{listed(names)} ({reason})" for reason, names in list(by_reason.items())[:3])
+    told = sorted(names, key=lambda reason: -sizes[reason])[:3]
+    return share, "; ".join(f"{listed(names[reason])} ({reason})" for reason in told)
 
 
 def check_not_empty(plan: Plan) -> None:
