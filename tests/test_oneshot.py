@@ -47,7 +47,7 @@ def test_any_model_is_compressed_to_the_exact_size(
         return
     assert rw.count(small) <= limit
     # at the least a step of every matrix that has lost one would be too much
-    pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", layout=layout, target=target)
+    pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", rw.find_plan(model), layout=layout, target=target)
     cheapest = max(
         int(c.costs(torch.cat([torch.zeros(1).long(), c.stops()])).diff().max()) for c in pruner.account.curves
     )

@@ -5,6 +5,7 @@ It gates a model in place, moves the gates by one call a step, and gives back a 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +24,10 @@ from rankwise.core.compact import compact
 from rankwise.core.control import Controller
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import trim
-from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, refusal, source
+from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, left_out, refusal, source
 from rankwise.core.ranks import Ranks
-from rankwise.core.surgery import install
+from rankwise.core.stale import Replaced
+from rankwise.core.surgery import Outline, install
 from rankwise.core.targets import Target, find_target
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Where those modules are from that keep books of a model's parameters."""
+LEFT_OUT, NEARLY_ALL = 0.05, 0.95
+"""Shares that are worth a warning: of the parameters in layers left out, of the prunable ones that must go."""
 
 
 class Pruner:
@@ -91,8 +95,11 @@ class Pruner:
 
         account = account_of(model, self.plan, self.method, self.target, rank_multiple, trained=trained)
         self.limit = budget.resolve(account)
+        if plan is None and self.method.prunes:
+            _warn_of_what_stays(model, self.plan, account, budget, self.limit)
         self.account = self.method.allot(account, self.limit)
         factorizer = _factorizer(init, model, self.plan, calibration, seed)
+        self._replaced = Replaced(model)
         matrices = []
         # one site at a time, its dense weight freed before the next: a large model need not fit twice
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
@@ -111,13 +118,24 @@ class Pruner:
             # the first gate carries the controller, so that the model's state_dict holds its state
             matrices[0].gate.register_module("controller", self.controller)
             self.controller.to(next(matrices[0].parameters()).device)
+        self._outline = Outline(model)
+        self._is_checked = False
         families.changed(model)
+
+    def __repr__(self) -> str:
+        controller, removed = self.controller, 1 - self.limit / self.account.dense
+        ramp = f" of {controller.anneal_steps:,}" if controller.anneal_steps else ""
+        return (
+            f"Pruner({self.method.name}: {self.account.dense:,} -> {self.limit:,} parameters ({removed:.1%} removed), "
+            f"step {self.steps:,}{ramp}, target {controller.target():,})"
+        )
 
     def step(self, grad_scale: float = 1.0) -> None:
         """After `optimizer.step()`: move the gates, the multipliers and the target, and draw the next mask.
 
         With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`.
         """
+        self._check_start()
         self.controller.advance(grad_scale)
 
     def zero_grad(self) -> None:
@@ -166,7 +184,9 @@ class Pruner:
                 "`compact()` needs gates that have learned something, but no `pruner.step()` was taken. "
                 "Train first, or use `rankwise.compress` to prune without training."
             )
+        self._outline.check(self.model, self.controller.matrices, "compact()")
         limit = self._limit(budget)
+        self._warn_if_early(limit)
         dtype = (budget or self.budget).dtype
         self._settle_layouts(limit, dtype)
         small = compact(self.model, self.controller, limit)
@@ -175,6 +195,28 @@ class Pruner:
         size = self.account.dense if self.method.counts_nonzeros else self.account.size(self.controller.counts(limit))
         assert count(small) == size
         return small if dtype is None else small.to(dtype)
+
+    def _check_start(self) -> None:
+        """At the first steps: notice what would make all the others useless."""
+        self._replaced.check(self.model, self.controller.matrices)
+        if self._is_checked:
+            return
+        matrices = self.controller.matrices
+        self._outline.check_gates(self.model, matrices, "pruner.step()")
+        self._is_checked = True
+        # a layer that only training needs may be taken away again; shards have sizes of their own
+        if count(self.model) > self._outline.size and not any(is_wrapper(each) for each in self.model.modules()):
+            warnings.warn(self._outline.message(self.model, matrices, "compact()"), stacklevel=3)
+
+    def _warn_if_early(self, limit: int) -> None:
+        target, steps, end = self.controller.target(), self.steps, self.controller.anneal_steps
+        if steps < end and limit < target:
+            warnings.warn(
+                f"the ramp has not ended: after {steps:,} of {end:,} steps the target is {target:,} parameters, and "
+                f"evaluation mode stands there, but this export has at most {limit:,}, for which the gates have not "
+                f"learned yet. Train on, or export `compact(Budget(params={target}))`.",
+                stacklevel=3,
+            )
 
     def _settle_layouts(self, limit: int, dtype: torch.dtype | None) -> None:
         """Let those matrices be pairs, at the price of pairs, whose pivots would suffer in half precision."""
@@ -240,7 +282,22 @@ def account_of(
     )
     plain = ((site, method.curve(site, trained=trained)) for site in plan.sites)
     curves = tuple(method.aimed(site, curve, target, rank_multiple) for site, curve in plain)
-    return Account(count(model), plan.params, curves, None if method.counts_nonzeros else storage)
+    share, which = left_out(model, plan)
+    said = f"{share:.1%} of the parameters: {which}" if which else ""
+    return Account(count(model), plan.params, curves, None if method.counts_nonzeros else storage, said)
+
+
+def _warn_of_what_stays(model: nn.Module, plan: Plan, account: Account, budget: Budget, limit: int) -> None:
+    """Say what nobody asked for: layers that are left out, and a size that leaves next to nothing of the others."""
+    told = []
+    if left_out(model, plan)[0] >= LEFT_OUT:
+        told.append(f"the plan leaves out {account.left_out}.")
+    removed = (account.dense - limit) / max(account.prunable, 1)
+    if removed > NEARLY_ALL and budget.of == "model":
+        told.append(f"{removed:.1%} of the prunable parameters must go to reach the budget.")
+    if told:
+        remedy = "See `rankwise plan`; to go on without this warning, pass `plan=rankwise.find_plan(model)`."
+        warnings.warn(" ".join([*told, remedy]), stacklevel=3)
 
 
 def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
@@ -253,8 +310,8 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
         plan = split_pairs(plan)
     reasons = {site: reason for site in plan.sites if (reason := method.refuses(site) or refusal(model, site))}
     kept = [site for site in plan.sites if site not in reasons]
-    left_out = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
-    taken = Plan(tuple(kept), (*plan.left_out, *left_out))
+    refused = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
+    taken = plan.only(kept, refused)
     if method.prunes:
         check_not_empty(taken)
     return taken
@@ -283,6 +340,12 @@ def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[
     return Factorizer(lambda site, source, rank: factorized(source, rank, moments.get(site.name)), keeps=True)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module keeps books of a model's parameters."""
+    # FSDP's second version makes a subclass of each
+    return any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__)
+
+
 def check_arguments(
     model: nn.Module,
     budget: Budget,
@@ -295,8 +358,7 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     for name, module in model.named_modules():
-        # FSDP's second version makes a subclass of each
-        if any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__):
+        if is_wrapper(module):
             raise PlanError(
                 f"`model` must be gated before it is wrapped for several devices, but {name or 'it'} is a "
                 f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."

@@ -34,7 +34,10 @@ def weights(module: nn.Module, kind: str) -> list[nn.Parameter]:
 
 def assert_trains_and_exports(model: nn.Module, x: Tensor, **arguments: Any) -> None:
     """A gated model runs in both modes, and its compact model gives the same."""
-    pruner = rw.Pruner(model, rw.Budget(removed=0.1, of="prunable"), "flop-agp", anneal_steps=1, **arguments)
+    plan = rw.find_plan(model)
+    pruner = rw.Pruner(
+        model, rw.Budget(removed=0.1, of="prunable"), "flop-agp", anneal_steps=1, **{"plan": plan, **arguments}
+    )
     model.train()
     model(x).square().mean().backward()
     pruner.step()

@@ -295,7 +295,7 @@ def test_a_layer_whose_type_is_asked_for_is_left_out(build: Any) -> None:
     expected = model(x)
     small = rw.compress(model, rw.Budget(params=rw.count(model)))
     torch.testing.assert_close(small(x), expected)
-    rw.Pruner(model, rw.Budget(removed=0.1), "flop-agp", anneal_steps=10)
+    rw.Pruner(model, rw.Budget(removed=0.1), "flop-agp", plan, anneal_steps=10)
     torch.testing.assert_close(model(x), expected)
 
 

@@ -164,7 +164,7 @@ def test_asking_for_a_dtype_does_no_harm_and_reading_does() -> None:
 
 def test_a_compact_layer_can_still_be_asked() -> None:
     model = Asks()
-    pruner = rw.Pruner(model, rw.Budget(removed=0.3), "fac")
+    pruner = rw.Pruner(model, rw.Budget(removed=0.3), "fac", rw.find_plan(model))
     small: Any = pruner.compact()
     x = torch.randn(3, 8)
     for layer in (small.asked, small.items[0]):

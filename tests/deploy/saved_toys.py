@@ -114,7 +114,7 @@ def compact(build: Callable[[], nn.Module], x: Tensor, method: str, budget: rw.B
     budget = budget or rw.Budget(removed=0.6, of="prunable")
     if method == "dense":
         budget = rw.Budget(params=rw.count(model))
-    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method])
+    pruner = rw.Pruner(model, budget, method.split()[0], rw.find_plan(model), **METHODS[method])
     optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
     for _ in range(3):
         model(x).float().square().mean().backward()

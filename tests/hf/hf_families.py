@@ -135,7 +135,9 @@ def logits(model: hf.PreTrainedModel, **inputs: Tensor) -> Tensor:
 def pruned(family: str, method: str = "flop-l0", removed: float = 0.4, steps: int = 3) -> rw.Pruner:
     """A short run, as a user would write it."""
     model = build(family)
-    pruner = rw.Pruner(model, rw.Budget(removed=removed), method.split()[0], **METHODS[method])
+    # given, for what is left out weighs more here than in a model of real size
+    plan = rw.find_plan(model)
+    pruner = rw.Pruner(model, rw.Budget(removed=removed), method.split()[0], plan, **METHODS[method])
     optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-3)
     model.train()
     for step in range(steps):

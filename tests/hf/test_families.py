@@ -99,7 +99,7 @@ def test_a_tied_output_layer_is_one_matrix_with_its_embedding(family: str) -> No
 def test_a_factorization_at_full_rank_computes_what_the_model_did(family: str) -> None:
     model = build(family)
     want = logits(model)
-    pruner = rw.Pruner(model, rw.Budget(params=rw.count(model)), "flop-agp", anneal_steps=1)
+    pruner = rw.Pruner(model, rw.Budget(params=rw.count(model)), "flop-agp", rw.find_plan(model), anneal_steps=1)
     assert len(pruner.plan.sites) > 5
     torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 

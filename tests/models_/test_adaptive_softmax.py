@@ -490,7 +490,7 @@ def test_every_component_may_go() -> None:
     config = AdaptiveConfig(num_words=60, width=12, cutoffs=(10, 15, 40), widths=(4, 4, 4, 2))
     model = Model(config)
     fixed = 63 + 12
-    pruner = rw.Pruner(model, rw.Budget(params=fixed), "flop-agp", anneal_steps=1)
+    pruner = rw.Pruner(model, rw.Budget(params=fixed), "flop-agp", rw.find_plan(model), anneal_steps=1)
     words = torch.randint(60, (8,))
     model.loss(words, words).backward()
     pruner.step()

@@ -133,6 +133,8 @@ class Account:
     curves: tuple[CostCurve, ...]
     storage: Storage | None = Storage()
     """None where sizes count non-zero weights: matrices keep their shape, and bytes do not shrink."""
+    left_out: str = ""
+    """What the plan leaves out, for the message about a size that cannot be reached."""
 
     @property
     def fixed(self) -> int:
@@ -239,6 +241,8 @@ class Budget:
             f"The budget must be at least {floor:,} parameters (what is not in the plan), "
             f"but asks for {max(limit, 0):,} of {account.dense:,}. "
         )
+        if account.left_out:
+            text += f"Left out are {account.left_out}. "
         if self.megabytes is not None:
             storage = self._storage(account)
             smallest = (floor * storage.itemsize(self.dtype) + storage.beside(self.dtype)) / 10**6

@@ -155,6 +155,34 @@ def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
     return bias
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name or "(model)" for name in names[:most]) + more
+
+
+def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
+    """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
+    planned = {get_module(model, use) for site in plan.sites for use in site.uses}
+    counted = {id(p) for module in planned for p in module.parameters()}
+    modules = {item.name: model.get_submodule(item.name) for item in plan.left_out}
+    # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
+    whole = {name for name, module in modules.items() if planned.isdisjoint(module.modules())}
+    sizes: dict[str, int] = {}
+    names: dict[str, list[str]] = {}
+    for item in plan.left_out:
+        own = {id(p): p.numel() for p in modules[item.name].parameters(recurse=item.name in whole)}
+        size = sum(own[i] for i in own.keys() - counted)
+        counted |= own.keys()
+        sizes[item.reason] = sizes.get(item.reason, 0) + size
+        # a part of a module that is left out goes without saying
+        if size and not any(item.name.startswith(f"{name}.") for name in whole):
+            names.setdefault(item.reason, []).append(item.name)
+    share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+    told = sorted(names, key=lambda reason: -sizes[reason])[:3]
+    return share, "; ".join(f"{listed(names[reason])} ({reason})" for reason in told)
+
+
 def check_not_empty(plan: Plan) -> None:
     """Refuse a plan without a single matrix."""
     if not plan.sites:

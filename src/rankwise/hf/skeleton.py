@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.errors import CheckpointError, RankwiseError, install_extra
 from rankwise.hf.layout import METHOD
+from rankwise.hf.names import source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-"""`name` or `owner/name`."""
-
-
-def refuse_missing(name: str) -> None:
-    """Refuse at once what can only be a folder, and is none; transformers would ask the hub for it."""
-    folder = Path(name).expanduser()
-    beside = len(folder.parts) > 1 and Path(folder.parts[0]).is_dir()
-    if not folder.is_dir() and (folder.exists() or beside or not HUB_NAME.fullmatch(name)):
-        what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"MODEL must be a folder that holds a model, or a name on the hub, but {name} {what}.")
 
 
 def empty_model(name: str) -> PreTrainedModel:
@@ -32,13 +19,13 @@ def empty_model(name: str) -> PreTrainedModel:
 
     No file of weights is read. All weights are taken to be in the checkpoint, those of its heads too.
     """
-    refuse_missing(name)
+    source = source_of(name)
     try:
         import transformers
     except ImportError:
         raise CheckpointError(f"{name} needs transformers, which is not installed. {install_extra('hf')}") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, **source)
         entry = vars(config).pop("quantization_config", None)
         kind = next((getattr(transformers, each, None) for each in config.architectures or []), None)
         dtype = getattr(config, "dtype", None)
