@@ -17,7 +17,7 @@ KNOWN = (
     "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
     "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
     "methods-enwik8-transformer", "methods-enwik8-transformer-long", "oneshot-smollm2", "oneshot-smollm2-healed",
-    "lagrangian-recipes",
+    "lagrangian-recipes", "gpu-decoder",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results
@@ -182,6 +182,15 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "by kernel, and replayed as a CUDA graph; bfloat16 by autocast. `python benchmarks/gpu_inference.py --record`; "
         "more in [inference.md](inference.md).",
         _of(BENCHMARKS, sections.gpu_timing),
+    ),
+    (
+        "A large decoder on a GPU",
+        "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
+        "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread (20% "
+        "to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves dense what a pair would not "
+        "make faster; *odd ranks* is `rank_multiple=1`. `python benchmarks/gpu_decoder.py --layers 4 --record "
+        "results/gpu-decoder.json`",
+        _of("gpu-decoder", sections.gpu_decoder),
     ),
     (
         "A small SRU on a CPU",

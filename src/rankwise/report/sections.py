@@ -16,10 +16,10 @@ TASKS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qnli": "QNLI"}
 
 
 def ten_minutes(single: Record, table: Record | None) -> Table:
-    """The first run, of one seed; and those with a dense control, over seeds."""
+    """The run of the preset alone, of one seed; and those with a dense control, over seeds."""
     rows = []
     for row in single["rows"]:
-        title = f"{'dense base' if row['method'] == 'dense' else row['name']}, first run"
+        title = f"{'dense base' if row['method'] == 'dense' else row['name']}, one run"
         rows.append((title, *_figures([Cell(row, single["seed"], None)])))
     name = "enwik8-sru-10min"
     found = {
@@ -30,6 +30,21 @@ def ten_minutes(single: Record, table: Record | None) -> Table:
     }
     rows += [(title, *_figures(group)) for title, group in found.items()]
     return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
+
+
+def gpu_decoder(record: Record) -> Table:
+    """Milliseconds of a decoder that was compressed at once, and how much faster than dense that is."""
+    cases = [name for name in record["rows"][0] if name not in ("name", "parameters")]
+
+    def timed(row: Record, case: str) -> str:
+        spent, speed = row[case]["milliseconds"]["median"], row[case]["speed"]
+        spread = (
+            "" if row["name"] == "dense" else f" ({speed['median']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f})"
+        )
+        return f"{spent:.2f} ms{spread}"
+
+    rows = [(row["name"], f"{row['parameters']:,}", *(timed(row, case) for case in cases)) for row in record["rows"]]
+    return Table(("", "parameters", *cases), tuple(rows))
 
 
 def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
