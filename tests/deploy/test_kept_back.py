@@ -155,8 +155,12 @@ def attempts(loss: Any, *, skips: bool) -> tuple[Compressed, list[tuple[str, flo
     made = shrink(
         *(lambda: copy.deepcopy(model), rw.Budget(removed=0.25), save),
         prepare=lambda _: Data(
-            batches=batches, loss_batches=batches, kept_back=batches, loss=lambda: loss,
-            is_decoder=True, window=9,
+            batches=batches,
+            loss_batches=batches,
+            kept_back=batches,
+            loss=lambda: loss,
+            is_decoder=True,
+            window=9,
         ),
         listener=listener,
         layout="pair",
