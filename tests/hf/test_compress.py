@@ -56,7 +56,7 @@ class Notes(Listener):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of each of three families, one of them without its tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama-tied", "roberta-mlm", "bert", "gemma", "bart"):
+    for family in ("llama-tied", "roberta-mlm", "bert", "gemma", "bart", "t5"):
         build(family).save_pretrained(folder / family)
         if family != "bert":
             tokenizer().save_pretrained(folder / family)
@@ -134,6 +134,18 @@ def test_a_scaled_table_of_words_is_compressed_if_it_is_wanted(
     torch.testing.assert_close(table(words), 4.0 * rows)
     torch.testing.assert_close(before(words), 4.0 * before.weight[:9])
     assert 0 < (table(words) - before(words)).norm() < before(words).norm()
+
+
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
+def test_an_encoder_decoder_is_measured_by_what_the_dense_one_says(place: Path, tmp_path: Path) -> None:
+    calibration = Calibration(file=place / "text.txt", num_windows=4, window=12, loss_window=6)
+    size = compress_pretrained(
+        str(place / "t5"), rw.Budget(removed=0.2), tmp_path / "small", calibration=calibration, embeddings=True
+    )
+    model = hf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "small")
+    assert rw.count(model) == size.exported <= size.budget
+    assert size.quality is not None and "likeliest words" in size.quality.measure
+    assert 1 <= size.quality.dense < size.quality.small
 
 
 def test_what_is_left_out_is_said_and_what_the_layers_lose_instead(place: Path, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ class Quality:
         return self.small > MUCH[self.measure] * (1.0 if self.measure == ERROR else self.dense)
 
     def __str__(self) -> str:
-        dense = "" if self.measure == ERROR else f"{self.dense:.4g} dense, "
-        return f"{self.measure} {dense}{self.small:.4g} small on {self.windows} windows kept back"
+        both = f"{self.small:.4g}" if self.measure == ERROR else f"{self.dense:.4g} dense, {self.small:.4g} small"
+        return f"{self.measure} {both} on {self.windows} windows kept back"
 
 
 class KeptBack:

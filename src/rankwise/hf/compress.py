@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from inspect import signature
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,8 +111,11 @@ def _preparing(windows: Windows, marks: Marks, calibration: Calibration) -> Call
     def prepare(model: Any) -> Data:
         _check_windows(model, [*windows.used, *windows.kept_back])
 
+        # an encoder-decoder goes on with the text that it reads
+        names = [name for name in ("input_ids", "decoder_input_ids") if name in signature(model.forward).parameters]
+
         def batches(of: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-            return [{"input_ids": window[None].to(model.device)} for window in of]
+            return [dict.fromkeys(names, window[None].to(model.device)) for window in of]
 
         return Data(
             batches=batches(windows.used),
