@@ -12,6 +12,7 @@ import torch
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.models.sru import SRUConfig, SRULanguageModel
+from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 
 @pytest.fixture
@@ -79,3 +80,13 @@ def test_a_folder_of_a_newer_version_is_one_line(folders: Path, capsys: pytest.C
 def test_a_folder_without_a_model_is_refused(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(folders), "--to", "pt2"]) == 2
     assert "must hold a model of a run, of `rankwise.save` or of transformers" in capsys.readouterr().err
+
+
+def test_a_model_that_is_slower_than_dense_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, inner in (("narrow", 8), ("wide", 100_000)):
+        config = TransformerXLConfig(num_words=20, width=8, num_heads=1, head_width=8, inner=inner, num_layers=1)
+        rw.save(TransformerXL(config), tmp_path / name)
+    folders = [str(tmp_path / "wide"), "--dense", str(tmp_path / "narrow"), "--out", str(tmp_path / "out")]
+    assert run(["export", *folders, "--to", "pt2", "--length", "16"]) == 0
+    # ten thousand times the products are slower on any machine
+    assert "\nThe model in pt2 is slower than dense of the same precision (0." in capsys.readouterr().out

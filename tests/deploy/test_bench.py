@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -65,13 +68,14 @@ def test_what_is_not_faster_is_said() -> None:
     assert remarks([dense, row("compact", (1, 2, 3), parameters=20)]) == []
     (line,) = remarks([dense, row("agp", slow)])
     assert line == (
-        "agp in float32 is NOT faster than dense in float32 (torch, batch 1 x 8, 1 thread): 12.00 against 10.00 ms, "
-        "for its matrices are no smaller."
+        "agp in float32 is slower than dense of the same precision (0.83x; torch, batch 1 x 8, 1 thread): "
+        "12.00 against 10.00 ms, for its matrices are no smaller."
     )
     (line,) = remarks([dense, row("compact", (8, 9.5, 12), parameters=20)])
     assert "is not clearly faster than dense" in line
     assert "repeat it on a quiet machine" in line
     (line,) = remarks([row("dense", (0.9, 1, 1.1)), row("compact", (1, 1, 1), parameters=20)])
+    assert "is NOT faster than dense in float32" in line
     assert line.endswith("for calls as short as this are mostly overhead.")
     # others are compared, not judged
     assert remarks([dense, row("other", slow, peer=True)]) == []
@@ -82,7 +86,30 @@ def test_int8_must_be_faster_than_the_same_model_in_float32() -> None:
     rows = [row("dense", (9, 10, 11)), row("compact", (2, 2, 2), **compact)]
     (line,) = remarks([*rows, row("compact", (4, 4, 4), precision="int8", **compact)])
     assert line.startswith("compact in int8 is NOT faster than compact in float32")
-    assert remarks([*rows, row("compact", (1, 1, 1), precision="int8", **compact)]) == []
+    fast = [row("dense", (3, 3, 3), precision="int8"), row("compact", (1, 1, 1), precision="int8", **compact)]
+    assert remarks([*rows, *fast]) == []
+
+
+@given(
+    times=st.lists(st.floats(0.1, 50), min_size=6, max_size=6),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_nothing_is_slower_than_dense_of_its_precision_without_a_line(times: list[float], device: str) -> None:
+    """By more than 3%, whatever else is faster than it."""
+    precisions = ["float32", "int8", "bfloat16"]
+    rows = [
+        row(name, (time, time, time), precision=precision, device=device, parameters=size)
+        for (precision, (name, size)), time in zip(
+            product(precisions, (("dense", 100), ("compact", 20))), times, strict=True
+        )
+    ]
+    said = [line for line in remarks(rows) if "slower than dense of the same precision" in line]
+    expected = [
+        f"compact in {precision} is slower"
+        for precision, dense, compact in zip(precisions, times[::2], times[1::2], strict=True)
+        if compact > 1.03 * dense
+    ]
+    assert [line.partition(" than")[0] for line in said] == expected
 
 
 def test_on_a_gpu_bfloat16_is_judged_against_the_dense_model_in_bfloat16() -> None:
@@ -91,7 +118,9 @@ def test_on_a_gpu_bfloat16_is_judged_against_the_dense_model_in_bfloat16() -> No
     rows = [row("dense", (9, 10, 11), **gpu), row("compact", (4, 5, 6), **compact)]
     assert remarks([*rows, row("dense", (2, 2, 2), **half), row("compact", (1, 1, 1), **{**compact, **half})]) == []
     (line,) = remarks([*rows, row("dense", (2, 2, 2), **half), row("compact", (3, 3, 3), **{**compact, **half})])
-    assert line.startswith("compact in bfloat16 is NOT faster than dense in bfloat16 (torch, batch 1 x 8, cuda)")
+    assert line.startswith(
+        "compact in bfloat16 is slower than dense of the same precision (0.67x; torch, batch 1 x 8, cuda)"
+    )
 
 
 def test_cases_are_judged_by_themselves() -> None:

@@ -57,10 +57,15 @@ def _exported(model: nn.Module, inputs: dict[str, Any], place: Path, options: Op
 
 
 def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
+    from rankwise.deploy.measure import slower_than_dense
+
     dense = next((row["milliseconds"] for row in rows if row["name"] == "dense"), None)
+    what = f"The model in {options.to}{' with int8' if options.int8 else ''}"
+    line = None if dense is None else slower_than_dense(what, rows[-1]["milliseconds"], dense)
     if options.json:
         answer = {"folder": str(target), "format": options.to, "int8": options.int8}
-        print(json.dumps({**answer, "batch": options.batch, "length": options.length, "models": rows}, indent=1))
+        answer |= {"batch": options.batch, "length": options.length, "models": rows}
+        print(json.dumps({**answer, "remarks": [] if line is None else [line]}, indent=1))
         return
     header = ["", "parameters", "megabytes", "difference to torch", "ms", "p20 to p80", "times faster"]
     cells = [
@@ -77,6 +82,8 @@ def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
     ]
     print_table(header, cells, words=("",))
     sizes = "; ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in rows[-1]["shapes"].items())
+    if line is not None:
+        say(line)
     say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
     print(f"The model is in {target}.")
 

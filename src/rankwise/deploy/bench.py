@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import count
 from rankwise.core.copies import copied
 from rankwise.deploy.engines import engine
-from rankwise.deploy.measure import time_together
+from rankwise.deploy.measure import slower_than_dense, time_together
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError
 from rankwise.kernels.int8.layer import can_multiply_bytes
@@ -153,37 +153,46 @@ def _time(
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for every model that is not faster than the first one, and why, where that is known."""
+    """One line for every model that is not faster than it must be, and why, where that is known.
+
+    A compact model must be faster than the dense one of the same precision, and a precision faster than float32.
+    """
     lines = []
     for row in rows:
-        before = _before(row, [other for other in rows if words(other) == words(row)])
-        if before is None:
-            continue
-        ours, theirs = row["milliseconds"], before["milliseconds"]
-        # faster means: also where one was lucky and the other was not
-        if ours["p80"] < theirs["p20"]:
-            continue
-        faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
-        reason = _reason(row, before)
-        lines.append(
-            f"{row['model']} in {row['precision']} is {faster} than {before['model']} in {before['precision']} "
-            f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
-            f"{f', for {reason}' if reason else ''}."
-        )
+        case = [other for other in rows if words(other) == words(row)]
+        lines += [line for before in _befores(row, case) if (line := _remark(row, before)) is not None]
     return lines
 
 
-def _before(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """What a row must be faster than: int8 than the same model in float32, a compact model than the dense one.
+def _remark(row: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
+    ours, theirs = row["milliseconds"], before["milliseconds"]
+    what, reason = f"{row['model']} in {row['precision']}", _reason(row, before)
+    if row["precision"] == before["precision"]:
+        line = slower_than_dense(what, ours["median"], theirs["median"], where=words(row), reason=reason)
+        if line is not None:
+            return line
+    # faster means: also where one was lucky and the other was not
+    if ours["p80"] < theirs["p20"]:
+        return None
+    faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
+    return (
+        f"{what} is {faster} than {before['model']} in {before['precision']} "
+        f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
+        f"{f', for {reason}' if reason else ''}."
+    )
 
-    On a GPU, whose every model can run in bfloat16, a compact model there than the dense one there.
+
+def _befores(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """What a row must be faster than: a compact model than the dense one of its precision; on a CPU also than itself in
+    float32. On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
     """
     if row["peer"] or row is case[0]:
-        return None
+        return
     dense = next(other for other in case if other["precision"] == row["precision"])
-    if row["precision"] == "float32" or (row["device"] == "cuda" and row is not dense):
-        return dense
-    return next(other for other in case if other["model"] == row["model"] and other["precision"] == "float32")
+    if row is not dense:
+        yield dense
+    if row["precision"] != "float32" and (row["device"] == "cpu" or row is dense):
+        yield next(other for other in case if other["model"] == row["model"] and other["precision"] == "float32")
 
 
 def _reason(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+TOLERATED = 1.03
+"""Times the dense model's time: above it a compact model is called slower."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -50,6 +53,27 @@ def time_together(
 def _timing(times: list[float]) -> Timing:
     low, _, _, high = statistics.quantiles(times, n=5, method="inclusive")
     return Timing(median=statistics.median(times), p20=low, p80=high, repeats=len(times))
+
+
+def slower_than_dense(
+    what: str, milliseconds: float, dense_milliseconds: float, *, where: str = "", reason: str = ""
+) -> str | None:
+    """The line for a model that is slower than the dense one of the same precision by more than `TOLERATED` allows.
+
+    Args:
+        what: the model, and its precision where there are several.
+        milliseconds: of the model.
+        dense_milliseconds: of the dense model in the same precision and the same place, timed in turns with it.
+        where: engine, batch, threads.
+        reason: where it is known.
+    """
+    if milliseconds <= TOLERATED * dense_milliseconds:
+        return None
+    return (
+        f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"
+        f"{f'; {where}' if where else ''}): {milliseconds:.2f} against {dense_milliseconds:.2f} ms"
+        f"{f', for {reason}' if reason else ''}."
+    )
 
 
 @contextmanager

@@ -186,10 +186,10 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "A large decoder on a GPU",
         "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
-        "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread (20% "
-        "to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves dense what a pair would not "
-        "make faster; *odd ranks* is `rank_multiple=1`. `python benchmarks/gpu_decoder.py --layers 4 --record "
-        "results/gpu-decoder.json`",
+        "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread "
+        "(20% to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves dense what a "
+        "pair would not make faster; *odd ranks* is `rank_multiple=1`. `python benchmarks/gpu_decoder.py --layers 4 "
+        "--record results/gpu-decoder.json`",
         _of("gpu-decoder", sections.gpu_decoder),
     ),
     (
