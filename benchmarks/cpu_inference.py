@@ -23,15 +23,15 @@ from functools import partial
 import torch
 from harness import interleaved, record
 from original import OriginalTransformerXL, sparse
+from peer import released_sru
 from torch import nn
 
 import rankwise as rw
-from rankwise.deploy.peer import released_sru
 from rankwise.deploy.quantize import int8
 from rankwise.errors import RankwiseError
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.models.stream import open_stream
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.models.stream import open_stream
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 RECORD = "--record" in sys.argv
 THREADS = (1, 2)

@@ -26,14 +26,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rankwise as rw
-from rankwise.data.glue import task_named
 from rankwise.errors import BudgetError, RankwiseError
-from rankwise.experiments.arms import Arm
-from rankwise.experiments.glue import pipeline
-from rankwise.experiments.glue.config import EncoderConfig, GlueExperiment
-from rankwise.experiments.glue.presets import ENCODERS, glue
-from rankwise.training.records import surroundings
-from rankwise.training.tune import TuningConfig
+from rankwise.lab.data.glue import task_named
+from rankwise.lab.experiments.arms import Arm
+from rankwise.lab.experiments.glue import pipeline
+from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment
+from rankwise.lab.experiments.glue.presets import ENCODERS, glue
+from rankwise.lab.training.records import surroundings
+from rankwise.lab.training.tune import TuningConfig
 
 TABLES = ("word_embeddings", "position_embeddings")
 EMBEDDINGS = {

@@ -17,7 +17,7 @@ import torch
 from harness import interleaved, record
 from torch import Tensor
 
-from rankwise.kernels.sru import cpu, reference
+from rankwise.lab.kernels.sru import cpu, reference
 
 REPEATS = 15
 RECORD = "--record" in sys.argv

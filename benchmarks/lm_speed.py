@@ -5,7 +5,7 @@ transformer-xl   41M: 12 layers of width 512, batch 22 x 512, memory 512, dropou
 
 Each in bf16: dense, and gated with all, a fifth and a tenth of the components open.
 
-loop     characters/s by `rankwise.training.fit`, with data, logging, clipping and gate updates, for `--seconds` a case
+loop     characters/s by the training loop, with data, logging, clipping and gate updates, for `--seconds` a case
 step     medians of single steps by CUDA events, peak memory, and how long the host takes to issue a step
 profile  where the time of a step goes
 kernels  the recurrence and the attention alone, by block, warps and stages
@@ -38,12 +38,12 @@ from harness import record
 from torch import nn
 
 import rankwise as rw
-from rankwise.data import Corpus, load_corpus
-from rankwise.models.architectures import build
-from rankwise.models.sru import SRUConfig
-from rankwise.models.transformer_xl import TransformerXLConfig
-from rankwise.training import TrainingConfig, fit
-from rankwise.training.run import Run
+from rankwise.deploy.architectures import build
+from rankwise.lab.data import Corpus, load_corpus
+from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.models.transformer_xl import TransformerXLConfig
+from rankwise.lab.training import TrainingConfig, fit
+from rankwise.lab.training.run import Run
 
 TRAINING = TrainingConfig(
     steps=10**6, batch_size=64, window=256, lr=1e-4, clip=0.5, precision="bf16", log_every=100, eval_every=10**9,
@@ -291,7 +291,7 @@ def do_bench(run: Callable[[], object]) -> float:
 
 
 def recurrences() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
-    from rankwise.kernels.sru import triton as kernels
+    from rankwise.lab.kernels.sru import triton as kernels
 
     steps, batch, width = 256, 64, 3056
     u = torch.randn(steps, batch, 3, width, device="cuda", dtype=torch.bfloat16)
@@ -330,7 +330,7 @@ BLOCKS = [
 
 
 def attentions() -> Iterator[tuple[str, list[Any], Callable[[Any], object]]]:
-    from rankwise.kernels.relative_attention import triton as kernels
+    from rankwise.lab.kernels.relative_attention import triton as kernels
 
     batch, queries, keys, heads, width = 22, 512, 1024, 8, 64
     qkv = torch.randn(batch, keys, 3, heads, width, device="cuda", dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLLayer, sinusoid
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLLayer, sinusoid
 
 
 class OriginalTransformerXL(nn.Module):

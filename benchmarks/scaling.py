@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankwise.experiments.outline import outline
-from rankwise.experiments.presets import RAMP, preset
+from rankwise.lab.experiments.outline import outline
+from rankwise.lab.experiments.presets import RAMP, preset
 
 RESULTS = Path(__file__).parent / "results.csv"
 PEAK, MEMORY, LINK = 989e12, 141e9, 450e9

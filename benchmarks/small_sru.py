@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import rankwise as rw
-from rankwise.experiments.arms import Arm, Watcher, run_arms
-from rankwise.experiments.config import CorpusConfig, Experiment
+from rankwise.lab.experiments.arms import Arm, Watcher, run_arms
+from rankwise.lab.experiments.config import CorpusConfig, Experiment
+from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.report.tables import table
+from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
-from rankwise.models.sru import SRUConfig
-from rankwise.report.tables import table
-from rankwise.training import TrainingConfig
 
 
 def factorized(data: str, scale: float) -> Experiment:

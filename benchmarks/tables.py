@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_page.records import TABLE
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
-from rankwise.experiments import pipeline, presets
-from rankwise.experiments.arms import Arm, Watcher
-from rankwise.experiments.config import CorpusConfig, Experiment, lighter_dropout
+from rankwise.lab.experiments import pipeline, presets
+from rankwise.lab.experiments.arms import Arm, Watcher
+from rankwise.lab.experiments.config import CorpusConfig, Experiment, lighter_dropout
+from rankwise.lab.models.adaptive import Clusters
+from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
-from rankwise.models.adaptive import Clusters
-from rankwise.models.sru import SRUConfig
-from rankwise.report.records import TABLE
-from rankwise.training import TrainingConfig
 
 RAMP = 0.05
 """Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""

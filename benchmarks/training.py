@@ -17,11 +17,11 @@ import torch
 from harness import interleaved, record
 
 import rankwise as rw
-from rankwise.data.corpus import Corpus
-from rankwise.data.sources import load_corpus
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.training import Progress, TrainingConfig, fit
-from rankwise.training.run import Run
+from rankwise.lab.data.corpus import Corpus
+from rankwise.lab.data.sources import load_corpus
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.training import Progress, TrainingConfig, fit
+from rankwise.lab.training.run import Run
 
 REPEATS, STEPS = 7, 20
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Spec, batch
 from torch import Tensor, nn
 
 import rankwise as rw
+from tests.models import Spec, batch
 
 SPEC = Spec(width=8, num_words=11, parts=("linear", "nested", "pair", "conv1d", "norm"))
 BUDGET = rw.Budget(removed=0.3)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Spec, batch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankwise as rw
+from tests.models import Spec, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import Spec, batch
-from test_pruner import METHODS, PRUNING
 from torch import nn
 
 import rankwise as rw
 from rankwise.core.ranks import Ranks
 from rankwise.kernels.linear import linear
+from tests.models import Spec, batch
+from tests.test_pruner import METHODS, PRUNING
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),

@@ -34,7 +34,9 @@ def section(name: str) -> list[list[str]]:
     "path, name", re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
 )
 def test_every_term_of_the_paper_has_its_home(path: str, name: str) -> None:
-    found = importlib.import_module("rankwise." + path.removesuffix(".py").replace("/", "."))
+    module = path.removesuffix(".py").replace("/", ".")
+    own = module.removeprefix("benchmarks.")
+    found = importlib.import_module(own if own != module else f"rankwise.{module}")
     for part in name.split("."):
         found = getattr(found, part)
 
@@ -85,8 +87,8 @@ def test_the_ten_minute_table_is_the_recorded_one() -> None:
     ],
 )
 def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, record: str, base: str, rows: int) -> None:
-    from rankwise.report import paper
-    from rankwise.report.comparison import comparison
+    from results_page import paper
+    from results_page.comparison import comparison
 
     own, plain = (json.loads((ROOT / f"results/table-{stem}.json").read_text()) for stem in (record, "np-l0"))
     printed, measure, other = {
@@ -105,7 +107,7 @@ def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, record: str, base
 
 
 def test_what_np_l0_loses_is_recorded() -> None:
-    from rankwise.report.records import cells
+    from results_page.records import cells
 
     record = json.loads((ROOT / "results/table-np-l0.json").read_text())
     (control,) = cells(record, "enwik8-sru-plain-1536", "dense")
@@ -121,7 +123,7 @@ def test_what_np_l0_loses_is_recorded() -> None:
 
 
 def test_what_is_kept_of_frequent_and_rare_words_is_recorded() -> None:
-    from rankwise.report.sections import clusters
+    from results_page.sections import clusters
 
     record = json.loads((ROOT / "results/table-words.json").read_text())
     frequent, rare, rarest, _ = (re.findall(r"\d+%", row[-1])[0] for row in clusters(record, "enwik8-words").rows)
@@ -167,7 +169,7 @@ def test_the_table_of_speeds_is_the_recorded_one() -> None:
 
 
 def test_the_table_of_fine_tuning_is_the_recorded_one() -> None:
-    from rankwise.report.sections import fine_tuning
+    from results_page.sections import fine_tuning
 
     record = json.loads((ROOT / "results/glue-mpnet.json").read_text())
     found = {row[1:] for row in fine_tuning(record).rows}
@@ -192,9 +194,9 @@ def test_the_one_shot_table_is_the_recorded_one() -> None:
 
 
 def test_the_page_of_results_is_what_the_command_prints() -> None:
-    from rankwise.report.figures import figures_of
-    from rankwise.report.page import page
-    from rankwise.report.records import read_results
+    from results_page.figures import figures_of
+    from results_page.page import page
+    from results_page.records import read_results
 
     found = read_results([ROOT / "results", ROOT / "benchmarks/results.csv"])
     assert (ROOT / "docs/results.md").read_text() == page(found) + "\n", "print it again by the command at its top"
@@ -258,7 +260,7 @@ def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: 
     """Each is parsed to its last setting; what the commands do is tested with the command line."""
     from rankwise.cli import app
     from rankwise.cli.options import configured, parse
-    from rankwise.experiments.presets import preset
+    from rankwise.lab.experiments.presets import preset
 
     _, name, *words = shlex.split(command)
     options = parse(app.COMMANDS[name], words)

@@ -6,13 +6,13 @@ from typing import Literal
 
 import pytest
 import torch
-from models import Spec, batch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 import rankwise as rw
 from rankwise.deploy.quantize import int8
+from tests.models import Spec, batch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* of the gates had not decided"),

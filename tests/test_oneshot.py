@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Spec, batch, specs
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -24,6 +23,7 @@ from rankwise.core.calibrate import calls, output_weights, second_moments
 from rankwise.core.choice import uniform_counts
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
+from tests.models import Spec, batch, specs
 
 
 def cross_entropy(logits: Tensor) -> Tensor:

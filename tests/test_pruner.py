@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Spec, TinyModel, batch, specs
 from torch import nn
 
 import rankwise as rw
 from rankwise.core.gates import Gate
 from rankwise.core.layers import GatedLayer
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+from tests.models import Spec, TinyModel, batch, specs
 
 # runs of a few steps, in which no gate can decide; some stop before the target has come down, some models have little
 # that can be pruned

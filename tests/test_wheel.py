@@ -66,7 +66,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     files = (path for path in (ROOT / "src" / "rankwise").rglob("*") if path.is_file())
     assert names == {path.relative_to(ROOT / "src").as_posix() for path in files if path.parent.name != "__pycache__"}
     assert "rankwise/py.typed" in names
-    assert {Path(name).suffix for name in names if name.startswith("rankwise/kernels/sru/")} >= {".py", ".c", ".h"}
+    assert {Path(name).suffix for name in names if name.startswith("rankwise/lab/kernels/sru/")} >= {".py", ".c", ".h"}
 
 
 def test_it_runs_outside_of_the_checkout(installed: Path, alone: dict[str, object], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, DataError
 
 CHECKSUM, FILES = "checksum", "files"
 BLOCK = 1 << 18
@@ -143,3 +143,11 @@ def cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return base / "rankwise"
+
+
+def not_utf8(label: object, position: int, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are no text; what could not be decoded begins at `position`."""
+    return DataError(
+        f"A text of characters or words must be UTF-8, but {label} has the byte 0x{error.object[error.start]:02x} at "
+        f"position {position + error.start:,}. Convert it to UTF-8 first."
+    )

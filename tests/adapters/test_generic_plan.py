@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from models import Conv1D, Spec, batch, specs
-from plan_toys import assert_trains_and_exports, kinds, names, reasons, weights
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -17,6 +15,8 @@ from rankwise.adapters.generic import find_plan, split_pairs
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import Site, Use
 from rankwise.modules import LowRankHead
+from tests.adapters.plan_toys import assert_trains_and_exports, kinds, names, reasons, weights
+from tests.models import Conv1D, Spec, batch, specs
 
 # what is found
 

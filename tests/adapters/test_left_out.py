@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Conv1D, Spec
-from plan_toys import assert_trains_and_exports, kinds, names, reasons, weights
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
 from rankwise.modules import LowRankHead, linear
+from tests.adapters.plan_toys import assert_trains_and_exports, kinds, names, reasons, weights
+from tests.models import Conv1D, Spec
 
 
 class Doubled(nn.Linear):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from plan_toys import assert_trains_and_exports, kinds
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
+from tests.adapters.plan_toys import assert_trains_and_exports, kinds
 
 
 def pair() -> nn.Sequential:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_toys import names, reasons
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
 from rankwise.core.calibrate import output_weights
 from rankwise.modules import scale_of
+from tests.adapters.plan_toys import names, reasons
 
 WORDS, WIDTH, SCALE = 30, 12, 3.5
 

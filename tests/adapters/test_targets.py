@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_toys import names, reasons
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.readers import answer
 from rankwise.adapters.targets import target_plan
+from tests.adapters.plan_toys import names, reasons
 
 
 class Block(nn.Module):

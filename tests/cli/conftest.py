@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_toys import results, words
 
 from rankwise.cli.app import run
+from tests.cli.cli_toys import results, words
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cli_toys import python, words
 
 from rankwise.cli.app import COMMANDS, run
-from rankwise.data.windows import Windows
 from rankwise.errors import CheckpointError
+from rankwise.lab.data.windows import Windows
 from rankwise.version import VERSION
+from tests.cli.cli_toys import python, words
 
-PIPELINE = "rankwise.experiments.arms.run"
+PIPELINE = "rankwise.lab.experiments.arms.run"
 
 
 def failing(error: BaseException) -> object:
@@ -95,7 +95,9 @@ def test_a_disk_that_is_full_is_one_line_and_the_run_can_go_on(
 ) -> None:
     arguments = ["run", "demo", *words(place, compare=""), "--out", str(tmp_path / "run")]
     with monkeypatch.context() as full:
-        full.setattr("rankwise.training.records.write_json", failing(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(
+            "rankwise.lab.training.records.write_json", failing(OSError(errno.ENOSPC, "No space left on device"))
+        )
         assert run(arguments) == 2
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rankwise:")]
     assert len(found) == 1

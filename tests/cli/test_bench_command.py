@@ -13,7 +13,7 @@ import torch
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.deploy.quantize import can_multiply_bfloat16
-from rankwise.experiments.bench import find_models
+from rankwise.lab.experiments.bench import find_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
 PRECISIONS = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
@@ -107,16 +107,6 @@ def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert run(["bench", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert f"needs the folder of a run or of a saved model, but {tmp_path} is neither." in said
-    assert len(said.splitlines()) == 1
-
-
-def test_a_missing_peer_is_one_line(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "sru", None)
-    assert run(["bench", str(finished), "--peer"]) == 2
-    said = capsys.readouterr().err
-    assert "`--peer` needs the package `sru`" in said
     assert len(said.splitlines()) == 1
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_toys import LETTERS, cache, lasting, results, words
 
 from rankwise.cli.app import run
-from rankwise.data.windows import Evaluation
-from rankwise.experiments.folder import load_run
-from rankwise.experiments.presets import PRESETS
-from rankwise.training.evaluate import evaluate
-from rankwise.training.language import LanguageModel
+from rankwise.lab.data.windows import Evaluation
+from rankwise.lab.experiments.folder import load_run
+from rankwise.lab.experiments.presets import PRESETS
+from rankwise.lab.training.evaluate import evaluate
+from rankwise.lab.training.language import LanguageModel
+from tests.cli.cli_toys import LETTERS, cache, lasting, results, words
 
 NAMES = ["dense", "flop-l0", "fac"]
 
@@ -54,8 +54,8 @@ def test_a_finished_run_prints_the_same_again_and_computes_nothing(
     place: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = lines(capsys, "run", "demo", *words(place), "--out", str(finished))
-    monkeypatch.setattr("rankwise.experiments.pipeline.fit", None)
-    monkeypatch.setattr("rankwise.experiments.pipeline.time_together", None)
+    monkeypatch.setattr("rankwise.lab.experiments.pipeline.fit", None)
+    monkeypatch.setattr("rankwise.lab.experiments.pipeline.time_together", None)
     assert lines(capsys, "run", "demo", *words(place), "--out", str(finished)) == first
 
 
@@ -277,22 +277,11 @@ def test_the_record_of_a_run_as_a_file_is_shown_as_its_folder_is(
 ) -> None:
     shown = lines(capsys, "report", str(finished))
     assert lines(capsys, "report", str(finished / "record.json")) == shown
-    # under a name of its own too, also that of a record on the page, and by its folder
+    # under a name of its own too, and by its folder
     for name in ("mine.json", "enwik8-sru-10min.json"):
         (tmp_path / name).write_bytes((finished / "record.json").read_bytes())
         assert lines(capsys, "report", str(tmp_path / name)) == shown
     assert lines(capsys, "report", str(tmp_path)).count(shown[0]) == 2
-
-
-def test_a_run_beside_records_of_results_keeps_its_table(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = lines(capsys, "report", str(finished), "--markdown")
-    (tmp_path / "table-np-l0.json").write_text(json.dumps({"format": "rankwise-table", "runs": []}))
-    for place in (finished, finished / "record.json"):
-        found = lines(capsys, "report", str(place), str(tmp_path))
-        assert found[0] == "# Results"
-        assert found[found.index(f"## demo, {place}") + 2 :] == own
 
 
 def test_models_that_were_pruned_one_by_one_are_rows_of_one_table(
@@ -337,24 +326,6 @@ def test_what_holds_no_record_is_one_line(
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert "Give a folder that `rankwise run`, `sweep` or `prune` wrote to" in said.err
-
-
-def test_report_prints_the_page_of_a_folder_of_records(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment = json.loads((finished / "record.json").read_text())
-    rows = [{**row, "name": "flop-l0-80"} if row["method"] == "flop-l0" else row for row in experiment["rows"]]
-    record = {"runs": [{**experiment, "name": "enwik8-sru", "rows": rows}]}
-    (tmp_path / "table-enwik8-sru.json").write_text(json.dumps(record))
-    found = lines(capsys, "report", str(tmp_path), "--markdown", "--figures", str(tmp_path / "figures"))
-    assert found[0] == "# Results"
-    (row,) = (row for row in rows if row["name"] == "flop-l0-80")
-    line = next(line for line in found if line.startswith("| flop-l0 | 80%"))
-    assert f"| {row['parameters']:,} |" in line
-    assert (tmp_path / "figures/gates-enwik8-sru.svg").exists()
-    assert list(answer(capsys, "report", str(tmp_path))) == ["table-enwik8-sru"]
-    assert run(["report", str(finished), "--figures", str(tmp_path)]) == 2
-    assert "`--figures` goes with a folder of records" in capsys.readouterr().err
 
 
 def test_presets_lists_sizes_and_needs(capsys: pytest.CaptureFixture[str]) -> None:

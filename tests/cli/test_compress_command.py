@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_toys import LETTERS, cache
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.cli.app import run
-from rankwise.data.corpus import open_corpus
-from rankwise.data.windows import Evaluation
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.data.corpus import open_corpus
+from rankwise.lab.data.windows import Evaluation
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.training.evaluate import evaluate
+from rankwise.lab.training.language import LanguageModel
 from rankwise.modules import PivotLinear
-from rankwise.training.evaluate import evaluate
-from rankwise.training.language import LanguageModel
+from tests.cli.cli_toys import LETTERS, cache
 
 
 def compressed(capsys: pytest.CaptureFixture[str], folder: Path, out: Path, *words: object) -> nn.Module:

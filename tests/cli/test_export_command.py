@@ -11,8 +11,8 @@ import torch
 
 import rankwise as rw
 from rankwise.cli.app import run
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 
 @pytest.fixture

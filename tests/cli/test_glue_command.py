@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from rankwise.cli import app
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-import glue_toys
+from tests.lab.experiments import glue_toys
 
 
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")

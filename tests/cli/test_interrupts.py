@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cli_toys import __file__ as impatient
-from cli_toys import python, results, words
-
 from rankwise.cli.app import STOPPED, run
+from tests.cli.cli_toys import __file__ as impatient
+from tests.cli.cli_toys import python, results, words
 
 STEP = "Stopped after step {} of 10; run the same again to go on from there."
 MOMENTS = {

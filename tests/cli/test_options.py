@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cli_toys import words
 
 from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.options import as_text, configured, parse, split
-from rankwise.experiments.fields import settings
-from rankwise.experiments.presets import preset
+from rankwise.lab.experiments.fields import settings
+from rankwise.lab.experiments.presets import preset
+from tests.cli.cli_toys import words
 
 MISSING = next(name for name in ("wandb", "clearml", "swanlab", "dvclive", "aim") if find_spec(name) is None)
 """A tracker that nobody has installed here."""

@@ -262,7 +262,7 @@ def test_python_m_rankwise_is_the_command_line(stem: str) -> None:
 def test_a_time_becomes_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fast.py"
     file.write_text(
-        "from rankwise.models.sru import SRUConfig, SRULanguageModel\n"
+        "from rankwise.lab.models.sru import SRUConfig, SRULanguageModel\n"
         "def build():\n"
         "    return SRULanguageModel(SRUConfig(num_words=20, embedding_width=64, width=64, num_layers=1))\n"
     )

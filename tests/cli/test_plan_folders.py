@@ -119,7 +119,7 @@ def test_a_run_and_its_models_need_no_weights(
 
 
 def test_a_tied_model_of_our_own_stays_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+    from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
     config = TransformerXLConfig(num_words=30, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
     small = rw.compress(TransformerXL(config), rw.Budget(removed=0.3))

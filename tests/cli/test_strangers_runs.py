@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_toys import cache, words
 
 from rankwise.cli.app import run
+from tests.cli.cli_toys import cache, words
 
 OPENED: list[str] | None = None
 

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cli_toys import words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.cli import tables
 from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.layout import LEAST, laid_out
-from rankwise.experiments.presets import PRESETS
-from rankwise.report.tables import table
+from rankwise.lab.experiments.presets import PRESETS
+from rankwise.lab.report.tables import table
+from tests.cli.cli_toys import words
 
 WIDTHS = [20, 40, 72, 80, 100, 140]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import Conv1D, Spec, batch
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
 from rankwise.core.calibrate import second_moments
+from tests.models import Conv1D, Spec, batch
 
 
 class Perceptron(nn.Module):

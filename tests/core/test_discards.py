@@ -11,11 +11,11 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Spec, batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rankwise as rw
+from tests.models import Spec, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Spec, batch
 from torch import nn
 
 import rankwise as rw
 from rankwise.core.targets import TARGETS, find_target, target_of
 from rankwise.modules import PivotLinear
+from tests.models import Spec, batch
 
 # runs of a few steps, in which no gate can decide
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from saved_toys import mlp
 from torch import nn
 
 import rankwise as rw
+from tests.deploy.saved_toys import mlp
 
 
 @pytest.fixture

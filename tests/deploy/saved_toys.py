@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import Spec
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.modules import LowRankHead
+from tests.models import Spec
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},

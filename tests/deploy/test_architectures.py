@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.deploy.architectures import build, describe, from_description
 from rankwise.errors import CheckpointError
-from rankwise.models.adaptive import Clusters
-from rankwise.models.architectures import ModelConfig, build, describe, from_description
-from rankwise.models.sru import SRUConfig
-from rankwise.models.transformer_xl import TransformerXLConfig
+from rankwise.lab.models import ModelConfig
+from rankwise.lab.models.adaptive import Clusters
+from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.models.transformer_xl import TransformerXLConfig
 
 CONFIGS: list[ModelConfig] = [
     SRUConfig(num_words=11, embedding_width=6, width=10, num_layers=2, rank=7, layer_norm=True),

@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peer import released_sru
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.deploy import engines
 from rankwise.deploy.bench import BenchConfig, bench, remarks
 from rankwise.deploy.engines import Engine, engine
-from rankwise.deploy.peer import released_sru
 from rankwise.deploy.quantize import can_multiply_bfloat16
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
 
@@ -178,7 +178,7 @@ def test_the_released_code_must_be_there_and_fit(monkeypatch: pytest.MonkeyPatch
     # as if the package were not installed
     monkeypatch.setitem(__import__("sys").modules, "sru", None)
     model = SRULanguageModel(SRUConfig(num_words=5, embedding_width=4, width=6, num_layers=1))
-    with pytest.raises(rw.RankwiseError, match="`--peer` needs the package `sru`, but importing it failed"):
+    with pytest.raises(rw.RankwiseError, match="The released code is the package `sru`, but importing it failed"):
         released_sru(model)
     other = TransformerXL(TransformerXLConfig(num_words=5, width=4, num_heads=1, head_width=2, inner=3, num_layers=1))
     with pytest.raises(rw.RankwiseError, match="SRU models with a plain embedding only, but this is a TransformerXL"):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flips import flipped, unsealed
 from safetensors import safe_open
-from saved_toys import mlp
 from torch import nn
 
 import rankwise as rw
 from rankwise.deploy.save import save_with
+from tests.deploy.saved_toys import mlp
+from tests.flips import flipped, unsealed
 
 FILES, CHECKSUM = "files", "checksum"
 NAMES = ["experiment.json", "model.safetensors", "rankwise.json", "vocabulary.json"]

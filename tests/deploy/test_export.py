@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Spec, batch
-from saved_toys import Asks, compact, tokens
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -19,10 +17,12 @@ from rankwise.deploy.export.plain import plain
 from rankwise.deploy.export.program import flatten
 from rankwise.deploy.inputs import example_inputs
 from rankwise.deploy.save import whole_folder
-from rankwise.models.adaptive import Clusters
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.models.adaptive import Clusters
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
+from tests.deploy.saved_toys import Asks, compact, tokens
+from tests.models import Spec, batch
 
 FORMATS = ["onnx", "openvino", "pt2"]
 PACKAGES = {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"], "pt2": []}

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import Spec
 from safetensors.torch import load_file, save_file
-from saved_toys import Buffered, compact, features, mlp
 from torch import nn
 
 import rankwise as rw
 from rankwise.deploy.load import load
 from rankwise.deploy.save import save
 from rankwise.modules import SelectedLinear
+from tests.deploy.saved_toys import Buffered, compact, features, mlp
+from tests.models import Spec
 
 
 def refused(folder: Path, skeleton: nn.Module, match: str) -> None:

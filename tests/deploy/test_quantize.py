@@ -18,9 +18,9 @@ from rankwise.deploy import quantize
 from rankwise.deploy.quantize import BFloat16Linear, bfloat16, int8
 from rankwise.kernels.int8 import layer as int8_layer
 from rankwise.kernels.int8.layer import Int8Linear
-from rankwise.models.sru import SRUConfig, SRULanguageModel
-from rankwise.models.stream import open_stream
-from rankwise.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.models.stream import open_stream
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.modules import LowRankHead
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions")

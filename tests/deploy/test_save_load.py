@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from flips import unsealed
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Spec, batch
 from safetensors.torch import load_file
-from saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.deploy.load import load
 from rankwise.deploy.save import save
 from rankwise.modules import LowRankHead
+from tests.deploy.saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
+from tests.flips import unsealed
+from tests.models import Spec, batch
 
 
 def assert_same(loaded: nn.Module, small: nn.Module, x: Tensor) -> None:

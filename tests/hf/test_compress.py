@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import ENCODER, build, compact
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
@@ -23,6 +22,7 @@ from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.windows import Calibration, Marks, text_windows
 from rankwise.hf.compress import compress_pretrained, marks_of, numbering
 from rankwise.modules import PivotLinear
+from tests.hf.hf_families import ENCODER, build, compact
 
 WORDS = [f"w{i}" for i in range(50)]
 

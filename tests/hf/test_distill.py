@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import ENCODER, QUIET, WORDS, batch, build
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 import rankwise as rw
 from rankwise.hf.distill import Distillation, answer_difference, distillation_loss, hidden_difference
+from tests.hf.hf_families import ENCODER, QUIET, WORDS, batch, build
 
 pytestmark = QUIET
 

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hf_families import FAMILIES, QUIET, compact
 
 from rankwise.deploy.inputs import example_inputs
+from tests.hf.hf_families import FAMILIES, QUIET, compact
 
 pytestmark = QUIET
 ALL = "RANKWISE_EXPORT_ALL"

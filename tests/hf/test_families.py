@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import DECODER, ENCODER, FAMILIES, METHODS, QUIET, TIED, batch, build, logits, pruned
 from torch import nn
 
 import rankwise as rw
 from rankwise.core.layers import GatedLayer
+from tests.hf.hf_families import DECODER, ENCODER, FAMILIES, METHODS, QUIET, TIED, batch, build, logits, pruned
 
 pytestmark = QUIET
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from flips import flipped, unsealed
-from hf_families import QUIET, build, compact, pruned
 from torch import nn
 
 import rankwise as rw
 from rankwise.cli.folders import open_model
 from rankwise.hf import save_pretrained
+from tests.flips import flipped, unsealed
+from tests.hf.hf_families import QUIET, build, compact, pruned
 
 pytestmark = QUIET
 FLIPS = 40

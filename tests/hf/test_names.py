@@ -11,11 +11,11 @@ import pytest
 from huggingface_hub import constants
 
 from rankwise.cli.app import run
-from rankwise.data.glue.tasks import task_named
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.experiments.glue.encoder import check_encoder, load_tokenizer
 from rankwise.hf.compress import load_model
 from rankwise.hf.names import check_name, source_of
+from rankwise.lab.data.glue.tasks import task_named
+from rankwise.lab.experiments.glue.encoder import check_encoder, load_tokenizer
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import QUIET, batch, build, logits
 
 import rankwise as rw
+from tests.hf.hf_families import QUIET, batch, build, logits
 
 pytestmark = [
     *QUIET,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import ENCODER, QUIET, WORDS, batch, build, compact, logits
 
 import rankwise as rw
+from tests.hf.hf_families import ENCODER, QUIET, WORDS, batch, build, compact, logits
 
 pytestmark = QUIET
 

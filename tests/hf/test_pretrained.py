@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import FAMILIES, GENERATING, QUIET, TIED, WORDS, batch, build, compact, logits, pruned
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ import rankwise as rw
 from rankwise.deploy.quantize import bfloat16
 from rankwise.hf import save_pretrained
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+from tests.hf.hf_families import FAMILIES, GENERATING, QUIET, TIED, WORDS, batch, build, compact, logits, pruned
 
 pytestmark = QUIET
 

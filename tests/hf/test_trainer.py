@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_families import QUIET, WORDS, batch, build, compact, logits
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.hf import PruningCallback
+from tests.hf.hf_families import QUIET, WORDS, batch, build, compact, logits
 
 pytestmark = [
     *QUIET,

@@ -20,7 +20,7 @@ COLUMNS = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "2
 def bench(options: Options) -> None:
     from rankwise.deploy.bench import BenchConfig, remarks
     from rankwise.deploy.bench import bench as measure
-    from rankwise.experiments.bench import LENGTH, find_models, keep
+    from rankwise.lab.experiments.bench import LENGTH, find_models, keep
 
     found = find_models(Path(options.target))
     config = BenchConfig(
@@ -34,13 +34,8 @@ def bench(options: Options) -> None:
     found.check_length(config.length)
     if options.length is None and found.length == found.longest:
         print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
-    peers = {}
-    if options.peer:
-        from rankwise.deploy.peer import released_sru
-
-        peers = {f"{name}, released code": released_sru(model) for name, model in found.models.items()}
     tell = partial(print, "timing", file=sys.stderr)
-    rows = measure(found.models, config, found.tokens, peers=peers, tell=tell)
+    rows = measure(found.models, config, found.tokens, tell=tell)
     lines = remarks(rows)
     kept = keep(found, rows, lines, options.device)
     if options.json:
@@ -95,7 +90,6 @@ def _arguments(parser: Parser) -> None:
     add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
     add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
-    add("--peer", action="store_true", help="also time the layers of the released code (package `sru`)")
     add("--json", action="store_true", help="print JSON")
 
 

@@ -12,7 +12,7 @@ from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
-    from rankwise.experiments.arms import AnyExperiment
+    from rankwise.lab.experiments.arms import AnyExperiment
 
 Options = argparse.Namespace
 

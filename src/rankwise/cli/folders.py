@@ -11,7 +11,7 @@ from rankwise.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise.data.vocabulary import Vocabulary
+    from rankwise.lab.data.vocabulary import Vocabulary
 
 ASSUMED = (
     "Only the configuration was read. All weights, those of heads too, are taken to be in the checkpoint: a head that "
@@ -29,8 +29,8 @@ class Own:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        from rankwise.data.vocabulary import Vocabulary
-        from rankwise.experiments.folder import VOCABULARY
+        from rankwise.lab.data.vocabulary import Vocabulary
+        from rankwise.lab.experiments.folder import VOCABULARY
 
         return Vocabulary.from_json(self.beside[VOCABULARY]) if self.beside else None
 
@@ -53,7 +53,7 @@ def open_own(folder: Path) -> Own | None:
     """The model of a run or of `rankwise.save`; None for other folders."""
     from rankwise.deploy.load import load
     from rankwise.deploy.save import OF_RUN, STRUCTURE
-    from rankwise.experiments.folder import EXPERIMENT, load_run, read
+    from rankwise.lab.experiments.folder import EXPERIMENT, load_run, read
 
     if (folder / EXPERIMENT).is_file():
         run = load_run(folder)
@@ -71,7 +71,7 @@ def open_empty(target: str) -> tuple[nn.Module, list[str]]:
     """The model of a folder, or of a name on the hub, without its weights; and what is assumed of it."""
     from rankwise.deploy.load import load_empty
     from rankwise.deploy.save import STRUCTURE
-    from rankwise.experiments.folder import EXPERIMENT, find_run
+    from rankwise.lab.experiments.folder import EXPERIMENT, find_run
 
     folder = Path(target)
     if (folder / EXPERIMENT).is_file():

@@ -11,7 +11,7 @@ from rankwise.cli.command import Command, Options, Parser, UsageError, no_such_o
 from rankwise.cli.tables import columns, wrapped
 
 if TYPE_CHECKING:
-    from rankwise.experiments.arms import AnyExperiment
+    from rankwise.lab.experiments.arms import AnyExperiment
 
 HELP = ("-h", "--help")
 INDENT = 36
@@ -50,8 +50,8 @@ def split(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], l
 
 def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
     """The experiment with the settings that were given."""
-    from rankwise.experiments.arms import check_seed
-    from rankwise.experiments.fields import override, settings
+    from rankwise.lab.experiments.arms import check_seed
+    from rankwise.lab.experiments.fields import override, settings
 
     names = [*settings(experiment), "method"]
     for name, text in options.given:
@@ -73,7 +73,7 @@ def _unknown(name: str, names: Sequence[str], known: Sequence[str]) -> UsageErro
 
 
 def _example(experiment: AnyExperiment, name: str) -> str:
-    from rankwise.experiments.fields import BOTH, settings
+    from rankwise.lab.experiments.fields import BOTH, settings
 
     known = settings(experiment)
     name = f"training.{name.removeprefix(f'{BOTH}.')}" if name.startswith(f"{BOTH}.") else name
@@ -97,7 +97,7 @@ def help_of(command: Command, arguments: Sequence[str]) -> str:
 
 
 def _settings_help(experiment: AnyExperiment) -> Iterator[str]:
-    from rankwise.experiments.fields import BOTH, settings
+    from rankwise.lab.experiments.fields import BOTH, settings
 
     width = max(columns(), 2 * INDENT)
     yield wrapped(

@@ -11,7 +11,7 @@ from rankwise.cli.tables import print_table, say
 from rankwise.errors import nearest
 
 if TYPE_CHECKING:
-    from rankwise.experiments.presets import Preset
+    from rankwise.lab.experiments.presets import Preset
 
 HEADER = ("preset", "parameters", "exported", "steps", "tokens")
 
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def presets(options: Options) -> None:
-    from rankwise.experiments.presets import PRESETS as KNOWN
+    from rankwise.lab.experiments.presets import PRESETS as KNOWN
 
     found = [one for name, one in KNOWN.items() if all(part in name for part in options.filters)]
     if not found:
@@ -44,7 +44,7 @@ def presets(options: Options) -> None:
 
 
 def _entry(one: Preset) -> dict[str, Any]:
-    from rankwise.experiments.outline import outline
+    from rankwise.lab.experiments.outline import outline
 
     return {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(outline(one.make()))}
 

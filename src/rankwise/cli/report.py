@@ -9,10 +9,8 @@ from typing import Any
 
 from rankwise.cli.command import Command, Options, Parser, UsageError
 from rankwise.cli.tables import print_table, say
-from rankwise.report.figures import figures_of
-from rankwise.report.gather import gather
-from rankwise.report.page import page
-from rankwise.report.tables import table
+from rankwise.lab.report.gather import gather
+from rankwise.lab.report.tables import table
 
 
 def show_record(record: Mapping[str, Any]) -> None:
@@ -29,18 +27,12 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a list of the records as JSON")
     parser.add_argument("--markdown", action="store_true", help="print tables for a Markdown file")
-    parser.add_argument("--figures", metavar="FOLDER", help="write the figures of a folder of records there, as SVG")
 
 
 def report(options: Options) -> None:
     if options.json and options.markdown:
         raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
-    results, records = gather([Path(folder) for folder in options.folders])
-    if results:
-        report_results(options, results | records)
-        return
-    if options.figures:
-        raise UsageError("`--figures` goes with a folder of records, such as results, but was given with a run.")
+    records = gather([Path(folder) for folder in options.folders])
     if options.json:
         print(json.dumps(list(records.values()), indent=1))
         return
@@ -53,28 +45,14 @@ def report(options: Options) -> None:
             show_record(record)
 
 
-def report_results(options: Options, found: Mapping[str, Any]) -> None:
-    """The page of a folder of records, and its figures."""
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print(page(found))
-    if options.figures:
-        folder = Path(options.figures)
-        folder.mkdir(parents=True, exist_ok=True)
-        for figure in figures_of(found):
-            (folder / f"{figure.name}.svg").write_text(figure.svg, encoding="utf-8")
-
-
 REPORT = Command(
     name="report",
-    usage="FOLDER ... [--json | --markdown] [--figures FOLDER]",
+    usage="FOLDER ... [--json | --markdown]",
     about="Show the tables of finished runs and sweeps again.",
     details="Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each.\n"
-    "Given a folder of records, or files of it, it prints their page, the paper's figures beside them.\n\n"
+    "Files that hold records, or folders of them, work too.\n\n"
     "example: rankwise report runs/demo --markdown\n"
-    "example: rankwise report runs/mine/base runs/mine-70 runs/mine-np\n"
-    "example: rankwise report results benchmarks/results.csv --markdown --figures docs/figures",
+    "example: rankwise report runs/mine/base runs/mine-70 runs/mine-np",
     arguments=add_arguments,
     run=report,
 )

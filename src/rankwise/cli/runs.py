@@ -12,13 +12,13 @@ from rankwise.cli.command import Command, Options, Parser, UsageError, listed, n
 from rankwise.cli.options import configured, refuse_settings
 from rankwise.cli.report import show_record
 from rankwise.cli.tables import print_table
-from rankwise.report.tables import MEASURES, SHARES
+from rankwise.lab.report.tables import MEASURES, SHARES
 
 if TYPE_CHECKING:
-    from rankwise.data.corpus import Corpus
-    from rankwise.data.text import Progress
-    from rankwise.experiments.arms import AnyExperiment
-    from rankwise.experiments.config import Experiment
+    from rankwise.lab.data.corpus import Corpus
+    from rankwise.lab.data.text import Progress
+    from rankwise.lab.experiments.arms import AnyExperiment
+    from rankwise.lab.experiments.config import Experiment
 
 DEMO = "demo"
 RUNS = Path("runs")
@@ -28,13 +28,13 @@ Ctrl-C stops it; the same command again goes on from there."""
 
 
 def of_preset(options: Options) -> AnyExperiment:
-    from rankwise.experiments.presets import preset
+    from rankwise.lab.experiments.presets import preset
 
     return preset(options.target or DEMO)
 
 
 def of_base(options: Options) -> AnyExperiment:
-    from rankwise.experiments.folder import read_experiment
+    from rankwise.lab.experiments.folder import read_experiment
 
     # beside the base stands the experiment that it was trained for, with its method and its size
     return read_experiment(base_folder(options).parent)
@@ -42,7 +42,7 @@ def of_base(options: Options) -> AnyExperiment:
 
 def base_folder(options: Options) -> Path:
     """The folder with the dense model itself, whether it was named or the one it is in."""
-    from rankwise.experiments.folder import BASE
+    from rankwise.lab.experiments.folder import BASE
 
     folder = Path(options.target)
     return folder if folder.resolve().name == BASE else folder / BASE
@@ -58,7 +58,7 @@ def _add_common(parser: Parser, default: str) -> None:
 
 def run(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.experiments import arms
+    from rankwise.lab.experiments import arms
 
     experiment = configured(of_preset(options), options)
     folder = folder_of("run", options, experiment)
@@ -69,7 +69,7 @@ def run(options: Options) -> None:
 
 def train(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.experiments import pipeline
+    from rankwise.lab.experiments import pipeline
 
     experiment = _of_text(configured(of_preset(options), options), "train")
     folder = folder_of("train", options, experiment)
@@ -80,8 +80,8 @@ def train(options: Options) -> None:
 
 def prune(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.experiments import pipeline
-    from rankwise.experiments.folder import load_text, read_fingerprint
+    from rankwise.lab.experiments import pipeline
+    from rankwise.lab.experiments.folder import load_text, read_fingerprint
 
     refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
     experiment = _of_text(configured(of_base(options), options), "prune")
@@ -97,7 +97,7 @@ def prune(options: Options) -> None:
 
 def sweep(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.experiments.sweep import sweep as run_sweep
+    from rankwise.lab.experiments.sweep import sweep as run_sweep
 
     experiment = configured(of_preset(options), options)
     folder = folder_of("sweep", options, experiment)
@@ -135,7 +135,7 @@ def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[
 
 def _of_text(experiment: AnyExperiment, command: str) -> Experiment:
     """Refuse what is run whole."""
-    from rankwise.experiments.config import Experiment
+    from rankwise.lab.experiments.config import Experiment
 
     if not isinstance(experiment, Experiment):
         raise UsageError(

@@ -15,18 +15,18 @@ from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import say
 
 if TYPE_CHECKING:
-    from rankwise.data.corpus import Corpus
-    from rankwise.data.vocabulary import Vocabulary
-    from rankwise.experiments.arms import AnyExperiment, Watcher
-    from rankwise.experiments.config import CorpusConfig
-    from rankwise.experiments.folder import Exported
+    from rankwise.lab.data.corpus import Corpus
+    from rankwise.lab.data.vocabulary import Vocabulary
+    from rankwise.lab.experiments.arms import AnyExperiment, Watcher
+    from rankwise.lab.experiments.config import CorpusConfig
+    from rankwise.lab.experiments.folder import Exported
 
 CHANGEABLE = ("corpus", "training")
 PROMPT = "The "
 
 
 def of_model(options: Options) -> AnyExperiment:
-    from rankwise.experiments.folder import read_experiment
+    from rankwise.lab.experiments.folder import read_experiment
 
     return read_experiment(Path(options.target))
 
@@ -34,9 +34,9 @@ def of_model(options: Options) -> AnyExperiment:
 def evaluate(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
-    from rankwise.experiments.config import Experiment
-    from rankwise.experiments.folder import load_run
-    from rankwise.experiments.pipeline import quality_of
+    from rankwise.lab.experiments.config import Experiment
+    from rankwise.lab.experiments.folder import load_run
+    from rankwise.lab.experiments.pipeline import quality_of
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
     found = load_run(Path(options.target))
@@ -58,8 +58,8 @@ def evaluate(options: Options) -> None:
 
 def _read(config: CorpusConfig, of: Exported, given: Collection[str], split: str, watcher: Watcher) -> Corpus:
     """The corpus, with its split in the numbers of the model's vocabulary."""
-    from rankwise.data.sources import NAMES
-    from rankwise.experiments.folder import load_text
+    from rankwise.lab.data.sources import NAMES
+    from rankwise.lab.experiments.folder import load_text
 
     own, vocabulary = of.experiment.corpus, of.vocabulary
     if config.name not in NAMES and config.unit is None:
@@ -78,8 +78,8 @@ def _read(config: CorpusConfig, of: Exported, given: Collection[str], split: str
 
 
 def sample(options: Options) -> None:
-    from rankwise.experiments.folder import load_run
-    from rankwise.experiments.sample import sample as draw
+    from rankwise.lab.experiments.folder import load_run
+    from rankwise.lab.experiments.sample import sample as draw
 
     found = load_run(Path(options.target))
     prompt = _beginning(found.vocabulary) if options.prompt is None else options.prompt

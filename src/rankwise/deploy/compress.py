@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Account, Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.core.targets import find_target
-from rankwise.data.vocabulary import Vocabulary
 from rankwise.deploy.kept_back import KeptBack, Quality, milliseconds
 from rankwise.deploy.save import check_target, save_with
 from rankwise.deploy.windows import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, Marks, split, text_windows
@@ -43,6 +42,17 @@ class Compressed(SizeReport):
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Milliseconds of a call, dense and small, by its number of tokens."""
     device: str = "cpu"
+
+
+class TextVocabulary(Protocol):
+    """What reads a text for a language model that is not one of transformers."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
 
 class Listener:
@@ -168,7 +178,7 @@ def compress_saved(
     budget: Budget,
     out: str | os.PathLike[str],
     *,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: TextVocabulary | None = None,
     calibration: Calibration | None = None,
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
@@ -256,7 +266,7 @@ class Windows(NamedTuple):
     """What a user should know of them."""
 
 
-def _data(model: nn.Module, calibration: Calibration, vocabulary: Vocabulary | None) -> Data:
+def _data(model: nn.Module, calibration: Calibration, vocabulary: TextVocabulary | None) -> Data:
     """What a text says to one of our language models."""
     if vocabulary is None:
         raise DataError(

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError
-from rankwise.models.sru import SRULanguageModel
-from rankwise.models.transformer_xl import TransformerXL
 
 
 def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     """Random tokens, and a state or a mask where the model takes one, by the names of its arguments.
 
-    For our language models and those of transformers that read tokens.
+    For models of transformers that read tokens, and for those that offer `example_inputs(tokens)`.
     """
     for name, value in (("batch", batch), ("length", length)):
         if type(value) is not int or value < 1:
@@ -25,14 +23,9 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     def tokens(num_words: int) -> torch.Tensor:
         return torch.randint(0, num_words, (batch, length), generator=generator)
 
-    if isinstance(model, SRULanguageModel):
-        state = torch.zeros(model.config.num_layers, batch, model.config.width)
-        return {"tokens_BT": tokens(model.config.num_words), "state_LBD": state}
-    if isinstance(model, TransformerXL):
-        config = model.config
-        memory = torch.randn(config.num_layers, batch, config.memory_length, config.width, generator=generator)
-        inputs: dict[str, Any] = {"tokens_BT": tokens(config.num_words)}
-        return inputs | ({"memory": tuple(memory)} if config.memory_length else {})
+    if callable(own := getattr(model, "example_inputs", None)):
+        inputs: dict[str, Any] = own(tokens(model.config.num_words))  # type: ignore[union-attr, arg-type]
+        return inputs
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "config")):
         raise CheckpointError(
             f"Inputs can be made up for language models of rankwise and of transformers, but not for a "

@@ -17,6 +17,7 @@ from rankwise.adapters import families
 from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
+from rankwise.deploy.architectures import build, from_description
 from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, VERSION, WEIGHTS, dtype_name
 from rankwise.deploy.structure import (
     Head,
@@ -34,7 +35,6 @@ from rankwise.deploy.structure import (
 )
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_file, check_seal, verifies
-from rankwise.models.architectures import ModelConfig, build, from_description
 from rankwise.modules import embedding, joined
 
 FEW = 5
@@ -202,7 +202,7 @@ def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
     return build(_dense_config(path, _read_structure(path)))
 
 
-def _dense_config(folder: Path, saved: Saved) -> ModelConfig:
+def _dense_config(folder: Path, saved: Saved) -> Any:
     if saved.dense is None:
         raise CheckpointError(
             f"A model of your own needs its `skeleton`, but none was given for {folder}. "

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
+from rankwise.deploy.architectures import describe
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.structure import computed_of, layers_of, tensors_of, to_json, walk
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import reason, sealed, sync, write_json, write_tensors
-from rankwise.models.architectures import describe
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rankwise.data.text import not_utf8
 from rankwise.errors import DataError
+from rankwise.files import not_utf8
 
 BYTES_PER_TOKEN = 16
 """More than a token of text has, nearly always."""

@@ -30,6 +30,8 @@ from rankwise.files import cache_folder
 # NaN and infinity stay what they are. `thread`: gcc would make a case of its own out of each side of a clamp.
 _FLAGS = ["-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"]
 _FLAGS += ["-fopenmp-simd", "-fPIC", "-shared"]
+_HEADERS = Path(__file__).parent
+"""The folder of the headers that kernels share."""
 
 
 @cache
@@ -94,7 +96,7 @@ def _build(source: Path, command: list[str], fresh: Path) -> None:
     # some compilers know no `native` for some processors
     for flags in (["-march=native", *_FLAGS], _FLAGS):
         run = subprocess.run(
-            [*command, *flags, "-o", str(fresh), str(source)],
+            [*command, *flags, f"-I{_HEADERS}", "-o", str(fresh), str(source)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -181,7 +183,7 @@ def _fingerprint(source: Path, command: list[str]) -> str:
         processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     except OSError:
         processor = [platform.processor()]
-    sources = [source, *sorted(Path(__file__).parent.rglob("*.h"))]
+    sources = [source, *sorted({*_HEADERS.glob("*.h"), *source.parent.glob("*.h")})]
     parts = [
         *(path.read_text() for path in sources),
         *_FLAGS,

@@ -13,9 +13,6 @@ from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.errors import CheckpointError
-from rankwise.kernels.sru import reference
-from rankwise.models.adaptive import AdaptiveEmbedding
-from rankwise.models.sru import SRULayer
 from rankwise.modules import SIZES, LowRankHead, PivotLinear, SelectedLinear
 
 
@@ -63,10 +60,9 @@ def _instead(module: nn.Module) -> nn.Module | None:
     if isinstance(module, nn.Sequential) and len(module) == 2 and isinstance(module[1], nn.Linear | PivotLinear):
         words = isinstance(module[0], nn.Embedding)
         return _without_inputs(module[1].weight, module[1].bias, for_words=words)
-    if isinstance(module, AdaptiveEmbedding):
-        return MaskedClusters(module)
-    if type(module) is SRULayer:
-        return UnrolledSRULayer.of(module)
+    if callable(own := getattr(module, "for_export", None)):
+        made: nn.Module = own()
+        return made
     return None
 
 
@@ -139,36 +135,6 @@ class PivotHead(nn.Module):
 
     def forward(self, h_BD: Tensor) -> Tensor:
         rest, rank = self.coefficients.shape
-        h_BK, others = h_BD.index_select(-1, self.order_D).split([rank, rest], -1)
+        h_BK, others = torch.split(h_BD.index_select(-1, self.order_D), [rank, rest], -1)
         h_BK = h_BK + others @ self.coefficients if rest else h_BK
         return F.linear(h_BK, self.embedding.weight, self.bias)
-
-
-class MaskedClusters(nn.Module):
-    """`AdaptiveEmbedding` without sorting: every cluster looks up every word, and those not its own count nothing."""
-
-    def __init__(self, embedding: AdaptiveEmbedding) -> None:
-        super().__init__()
-        self.clusters, self.config = embedding.clusters, embedding.config
-
-    def forward(self, words_B: Tensor) -> Tensor:
-        total: Tensor | float = 0.0
-        for cluster, start, size in zip(self.clusters, self.config.starts, self.config.sizes, strict=True):
-            within_B = words_B - start
-            mine_B1 = ((within_B >= 0) & (within_B < size)).unsqueeze(-1)
-            total = total + torch.where(mine_B1, cluster(within_B.clamp(0, size - 1)), 0.0)
-        assert isinstance(total, Tensor)
-        return total * self.config.scale
-
-
-class UnrolledSRULayer(SRULayer):
-    """An SRU layer by the plain recurrence: a graph of it has as many steps as the example."""
-
-    @classmethod
-    def of(cls, layer: SRULayer) -> UnrolledSRULayer:
-        made = cls.__new__(cls)
-        made.__dict__ = dict(layer.__dict__)
-        return made
-
-    def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return reference.sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))

@@ -22,17 +22,9 @@ from rankwise.deploy.export.fuse import fuse
 from rankwise.deploy.export.plain import plain
 from rankwise.deploy.measure import evaluating
 from rankwise.errors import CheckpointError
-from rankwise.models.sru import SRULanguageModel
-from rankwise.models.transformer_xl import TransformerXL
 
 Inputs = Mapping[str, Any]
 """What a model is called with: tensors, or tuples of them, by the names of its arguments."""
-
-OUTPUTS: dict[type[nn.Module], tuple[str, ...]] = {
-    SRULanguageModel: ("logits", "new_state"),
-    TransformerXL: ("logits", "new_memory"),
-}
-"""Names of what our models give as a tuple."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +175,7 @@ def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(outputs, Mapping):
         parts = list(outputs.items())
     else:
-        names = OUTPUTS.get(type(model), [f"output_{i}" for i in range(len(outputs))])
+        names = getattr(model, "output_names", [f"output_{i}" for i in range(len(outputs))])
         parts = list(zip(names, outputs, strict=True))
     for name, value in parts:
         if isinstance(value, Tensor):

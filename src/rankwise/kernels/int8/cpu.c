@@ -1,6 +1,6 @@
 /* Rows of floats as bytes and back, around a product of bytes; `reference.py` says what it computes, `cpu.py` calls it. */
 
-#include "../native.h"
+#include "native.h"
 
 enum { CHUNK = 16 }; /* rows of a task */
 

@@ -1,0 +1,148 @@
+"""Tables with the paper's figures and ours side by side. Each one's loss is against its own dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rankwise.lab.report.tables import MEASURES, Table, spread
+from results_page.paper import FACTORIZATION, PaperTable
+from results_page.records import Cell, bases, cells
+
+VARIANTS = (
+    ("fac, from scratch", "fac", "fac-{}-scratch"),
+    ("fac, from the base", None, "fac-{}"),
+    ("fac, from the base, distilled", None, "fac-{}-distilled"),
+    ("agp *", "agp", "agp-{}"),
+    ("np-l0", "np-l0", "np-l0-{}"),
+    ("flop-agp", "flop-agp", "flop-agp-{}"),
+    ("flop-l0", "flop-l0", "flop-l0-{}"),
+    ("flop-l0, published recipe", None, "flop-l0-{}-published"),
+    ("flop-l0, distilled", None, "flop-l0-{}-distilled"),
+    ("svd, at once, then trained", None, "svd-{}"),
+    ("svd, at once, distilled", None, "svd-{}-distilled"),
+)
+"""What a row is called, the paper's method that it stands beside, and our cell."""
+DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
+"""As the paper prints a measure, and as we do."""
+
+Source = tuple[Mapping[str, Any] | None, str]
+"""A record, and the name of a base in it."""
+
+
+def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> Table:
+    """Every row of the paper, and every one of ours.
+
+    Args:
+        own: where our factorized models are.
+        plain: where our models without factorization are, which np-l0 prunes.
+        measure: "bits_per_character" or "perplexity".
+    """
+    printed = DIGITS[measure][0]
+    rows = [
+        ("dense", "", paper.dense.size, format(paper.dense.value, printed), "", *_ours(cells(*own, "dense"), measure))
+    ]
+    if distilled := cells(*own, "dense-distilled"):
+        rows.append(("dense, distilled", "", "", "", "", *_ours(distilled, measure)))
+    for level in sorted({level for level, _ in paper.rows}):
+        for name, method, cell in VARIANTS:
+            figure = paper.rows.get((level, method)) if method else None
+            found = cells(*(plain if method == "np-l0" else own), cell.format(level))
+            if figure is None and not found:
+                continue
+            lost = paper.lost(level, method) if method else None
+            theirs = ("", "", "") if figure is None else (figure.size, format(figure.value, printed), _percent(lost))
+            rows.append((name, f"{level}%", *theirs, *_ours(found, measure)))
+    unit = MEASURES[measure]
+    columns = (
+        "", "removed", "paper: size", f"paper: {unit}", "paper: lost",
+        "ours: parameters", f"ours: valid {unit}", f"ours: test {unit}", "ours: lost",
+    )  # fmt: skip
+    return Table(columns, tuple(rows), tuple(_notes(own, plain, measure)))
+
+
+def measured(own: Source, levels: Iterable[int], measure: str) -> Table:
+    """Ours alone, of a text that the paper has no figures for."""
+    rows = [("dense", "", *_ours(cells(*own, "dense"), measure))]
+    for level in levels:
+        for name, _, cell in VARIANTS:
+            if found := cells(*own, cell.format(level)):
+                rows.append((name, f"{level}%", *_ours(found, measure)))
+    unit = MEASURES[measure]
+    columns = ("", "removed", "parameters", f"valid {unit}", f"test {unit}", "lost")
+    return Table(columns, tuple(rows), tuple(_notes(own, (None, ""), measure)))
+
+
+def factorization(own: Source, small: Source, large: Source) -> Table:
+    """NP-L0, which closes inputs of plain matrices, against FLOP-L0, at every size."""
+    measure, levels = "bits_per_character", (70, 80, 85, 90)
+    rows = []
+    ours = (("NP-L0, small", small, "np-l0-{}"), ("NP-L0, large", large, "np-l0-{}"), ("FLOP-L0", own, "flop-l0-{}"))
+    for name, source, cell in ours:
+        dense, values = FACTORIZATION[name]
+        printed = [f"{value:.2f} ({_percent(value / dense.value - 1)})" for value in values.values()]
+        rows.append((name, "paper", dense.size, f"{dense.value:.2f}", *printed))
+        size = next((f"{base['parameters']:,}" for base in bases(*source)), "")
+        measured = [_with_loss(cells(*source, cell.format(level)), measure) for level in levels]
+        rows.append((name, "ours", size, spread(_values(cells(*source, "dense"), "test", measure)), *measured))
+    return Table(("", "", "size", "dense", *(f"{level}% removed" for level in levels)), tuple(rows))
+
+
+def _ours(found: Iterable[Cell], measure: str) -> tuple[str, str, str, str]:
+    found = list(found)
+    if not found:
+        return "", "", "", ""
+    exact = DIGITS[measure][1]
+    lost = [100 * loss for cell in found if (loss := cell.lost(measure)) is not None]
+    return (
+        f"{found[0].row['parameters']:,}",
+        spread(_values(found, "valid", measure), exact),
+        spread(_values(found, "test", measure), exact),
+        spread(lost, "+.1f", "%"),
+    )
+
+
+def _with_loss(found: list[Cell], measure: str) -> str:
+    _, _, test, lost = _ours(found, measure)
+    return f"{test} ({lost})" if lost else test
+
+
+def _values(found: Iterable[Cell], split: str, measure: str) -> list[float]:
+    return [cell.row[split][measure] for cell in found]
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{100 * fraction:+.1f}%"
+
+
+def _notes(own: Source, plain: Source, measure: str) -> Iterable[str]:
+    if any(row["nonzeros"] for run in (own[0] or {}).get("runs", []) for row in run["rows"]):
+        yield "\\* unstructured: non-zero parameters are counted, the matrices keep their shape."
+    for record, name in (own, plain):
+        found = bases(record, name)
+        if not found:
+            continue
+        experiment = next(run["experiment"] for run in (record or {})["runs"] if run["name"] == name)
+        yield (
+            f"`{name}`: {found[0]['steps']:,} steps of the dense base, whose learning rate follows the schedule "
+            f"*{experiment['base']['schedule']}*, then {experiment['training']['steps']:,} of every row"
+            + (", the dense control too" if cells(record, name, "dense") else "")
+            + f"; sizes are reached after {experiment['method']['anneal_steps']:,}"
+            + _dropout(record, name, experiment["model"]["dropout"])
+            + "; the base on validation text: "
+            + ", ".join(format(base["valid"][measure], DIGITS[measure][1]) for base in found)
+            + (" (the same base, trained again for the rows that were missing)." if _again(record, name) else ".")
+        )
+
+
+def _dropout(record: Mapping[str, Any] | None, name: str, dense: float) -> str:
+    """How low it goes, where the smaller models have less."""
+    runs = [run for run in (record or {})["runs"] if run["name"] == name]
+    lowest = min((row["dropout"] for run in runs for row in run["rows"] if "dropout" in row), default=dense)
+    return f"; dropout {dense:g} of the dense model, down to {lowest:g} of the smallest" if lowest < dense else ""
+
+
+def _again(record: Mapping[str, Any] | None, name: str) -> bool:
+    """Whether a base of the same seed was trained more than once."""
+    seeds = [run["seed"] for run in (record or {}).get("runs", []) if run["name"] == name]
+    return len(set(seeds)) < len(seeds)

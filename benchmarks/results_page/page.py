@@ -1,0 +1,224 @@
+"""The page of results: every record of a folder as a table, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rankwise.lab.report.tables import Table, table
+from results_page import sections
+from results_page.comparison import comparison, factorization, measured
+from results_page.figures import figures_of
+from results_page.paper import ENWIK8_SRU, ENWIK8_TRANSFORMER_XL, WIKITEXT_103, PaperTable
+from results_page.records import BENCHMARKS, gate_cells, is_run
+
+Results = Mapping[str, Any]
+KNOWN = (
+    "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
+    "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
+    "methods-enwik8-transformer", "methods-enwik8-transformer-long", "oneshot-smollm2", "oneshot-smollm2-healed",
+    "lagrangian-recipes", "gpu-decoder",
+)  # fmt: skip
+"""Names of records that a section below reads."""
+HEAD = """# Results
+
+Written by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures`, from the records in `results/`;
+a test keeps it so. What the paper prints stands in columns or rows that say so; all else was measured here,
+by the command that stands with it. *Removed* is of the prunable weights, *lost* against each one's own dense model: the
+paper's against the base that it prints, ours against a dense control that trained on from the same base for as many
+steps. What has not been run is empty. Test texts are read once per model; checkpoints are chosen on validation text."""
+
+
+def page(found: Results) -> str:
+    """Markdown."""
+    parts = [HEAD]
+    for title, about, make in SECTIONS:
+        made = make(found)
+        if made is None:
+            continue
+        drawn = [f"![{figure.title}](figures/{figure.name}.svg)" for figure in figures_of(found) if figure.of == title]
+        parts.append("\n\n".join([f"## {title}", about, *drawn, made if isinstance(made, str) else made.markdown()]))
+    others = {name: record for name, record in found.items() if name not in KNOWN}
+    parts += [f"## {name}\n\n{table(record).markdown()}" for name, record in others.items() if is_run(record)]
+    strangers = [f"`{name}`" for name, record in others.items() if not is_run(record)]
+    if strangers:
+        parts.append(f"Records that have no table here: {', '.join(strangers)}.")
+    return "\n\n".join(parts)
+
+
+def _compared(paper: PaperTable, stem: str, base: str, plain: str, measure: str) -> Callable[[Results], Table | None]:
+    def make(found: Results) -> Table | None:
+        plain_record = found.get("table-np-l0" if stem == "table-enwik8-sru" else stem)
+        return comparison(paper, (found.get(stem), base), (plain_record, plain), measure)
+
+    return make
+
+
+def _wikitext_2(found: Results) -> Table | None:
+    stem = "table-wikitext-2"
+    return measured((found[stem], "wikitext-2"), (50, 70, 80), "perplexity") if stem in found else None
+
+
+def _factorization(found: Results) -> Table:
+    plain = found.get("table-np-l0")
+    own = (found.get("table-enwik8-sru"), "enwik8-sru")
+    return factorization(own, (plain, "enwik8-sru-plain-1536"), (plain, "enwik8-sru-plain-2048"))
+
+
+def _ten_minutes(found: Results) -> Table | None:
+    single = found.get("enwik8-sru-10min")
+    return sections.ten_minutes(single, found.get("table-ten-minutes")) if single else None
+
+
+def _of(stem: str, make: Callable[[Any], Table]) -> Callable[[Results], Table | None]:
+    return lambda found: make(found[stem]) if stem in found else None
+
+
+def _clusters(found: Results) -> Table | None:
+    made = sections.clusters(found.get("table-words"), "enwik8-words")
+    return made if made.rows else None
+
+
+def _methods(found: Results) -> str | None:
+    stems = ("methods-enwik8-transformer", "methods-enwik8-transformer-long")
+    made = [sections.methods(found[stem]).markdown() for stem in stems if stem in found]
+    return "\n\n".join(made) or None
+
+
+def _gates(found: Results) -> Table | None:
+    lines = tuple(_decided(found))
+    return Table(("", "matrix", "step", "nearly closed", "between", "nearly open"), lines) if lines else None
+
+
+def _decided(found: Results) -> Iterator[tuple[str, ...]]:
+    """Shares of the first, the middle and the last two histograms of each matrix."""
+    for table_name, name, gates in gate_cells(found):
+        steps = gates["steps"]
+        for matrix, histograms in gates["histograms"].items():
+            for i in sorted({0, len(steps) // 2, max(len(steps) - 2, 0), len(steps) - 1}):
+                counts, total = histograms[i], sum(histograms[i])
+                shares = (counts[0], total - counts[0] - counts[-1], counts[-1])
+                yield f"{table_name}, {name}", matrix, f"{steps[i]:,}", *(f"{share / total:.0%}" for share in shares)
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] = (
+    (
+        "Ten minutes",
+        "The 35M SRU on enwik8 from nothing to an evaluated compact model in 570 s on one H200. `rankwise run "
+        "enwik8-sru-10min`, and `python benchmarks/tables.py ten-minutes` for seeds and the dense control, "
+        "which is given its time on top. The released code, ten minutes on the same card: 1.53 with tuned "
+        "rates, 2.67 with its own.",
+        _ten_minutes,
+    ),
+    (
+        "enwik8, SRU",
+        "`python benchmarks/tables.py enwik8-sru`, one H200. The paper's FAC is trained from scratch; ours "
+        "also starts from the SVD of the base. np-l0 has a dense model of its own (`python "
+        "benchmarks/tables.py np-l0`; the paper's is 1.30).",
+        _compared(ENWIK8_SRU, "table-enwik8-sru", "enwik8-sru", "enwik8-sru-plain-1536", sections.BITS),
+    ),
+    (
+        "enwik8, Transformer-XL",
+        "`python benchmarks/tables.py enwik8-transformer-xl`, one H200.",
+        _compared(ENWIK8_TRANSFORMER_XL, "table-enwik8-transformer-xl", "enwik8-transformer-xl", "", sections.BITS),
+    ),
+    (
+        "Word level",
+        '`python benchmarks/tables.py words`, one H200: adaptive embedding and softmax on "enwik8 words", the '
+        "text of enwik8 without its markup (12.3 million words). The paper's figures are of WikiText-103, "
+        "another text and another model: only what is lost compares.",
+        _compared(WIKITEXT_103, "table-words", "enwik8-words", "enwik8-words-plain", "perplexity"),
+    ),
+    (
+        "Word level, WikiText-2",
+        "`python benchmarks/tables.py wikitext-2`, one H200; 2.1 million words, which every model overfits, the dense "
+        "one most: the best checkpoint on validation text is taken. The paper has no such row.",
+        _wikitext_2,
+    ),
+    (
+        "Word clusters",
+        "Parameters that flop-l0 keeps of each cluster of words and of the layers; cluster 1 holds the most "
+        "frequent words.",
+        _clusters,
+    ),
+    (
+        "Factorization or inputs",
+        "Bits per character, and what is lost. `python benchmarks/tables.py enwik8-sru np-l0`",
+        _factorization,
+    ),
+    (
+        "How gates decide",
+        "Components of the first and the last matrix by how far their gates are open: at the first line of "
+        "metrics, midway, and at the last two. At the end of the ramp the choice is made, and gates are open "
+        "or closed from then on; the line before it shows whether they had decided themselves.",
+        _gates,
+    ),
+    (
+        "Fine-tuning",
+        "`python benchmarks/glue.py results/glue-mpnet.json --preset glue-mpnet --model FOLDER --data GLUE`, "
+        "one H200; development sets; the mean of each task's metrics; QNLI of ours is trained on 2,000 rows. "
+        "RoBERTa-base is not MPNet-base: only what is lost compares. The number behind a name is the "
+        "percentage removed of the whole model; *control* is the dense model trained on for as long as ours; the rows "
+        "from paper-60 on are a ladder, each with all that stands before it ([glue.md](glue.md)). *Of dense* is of the "
+        "dense models of the same tasks and seeds.",
+        _of("glue-mpnet", sections.fine_tuning),
+    ),
+    (
+        "Fine-tuning, a small encoder on a CPU",
+        "All-MiniLM-L6, two cores; nothing was chosen on these rows. *control* is the dense model trained on for as "
+        "long. `python benchmarks/glue.py results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE "
+        "--tasks mrpc --rows dense,control,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
+        _of("glue-minilm", sections.fine_tuned),
+    ),
+    (
+        "Inference on a CPU",
+        "How much faster than dense. `python benchmarks/cpu_inference.py --record` on an AMD EPYC, batch 1; "
+        "more in [inference.md](inference.md).",
+        _of(BENCHMARKS, sections.timing),
+    ),
+    (
+        "Inference on a GPU",
+        "How much faster than dense, one H200, windows of 256 characters (SRU) and 512 (Transformer-XL); called kernel "
+        "by kernel, and replayed as a CUDA graph; bfloat16 by autocast. `python benchmarks/gpu_inference.py --record`; "
+        "more in [inference.md](inference.md).",
+        _of(BENCHMARKS, sections.gpu_timing),
+    ),
+    (
+        "A large decoder on a GPU",
+        "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
+        "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread "
+        "(20% to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves dense what a "
+        "pair would not make faster; *odd ranks* is `rank_multiple=1`. `python benchmarks/gpu_decoder.py --layers 4 "
+        "--record results/gpu-decoder.json`",
+        _of("gpu-decoder", sections.gpu_decoder),
+    ),
+    (
+        "A small SRU on a CPU",
+        "What comes of minutes on two cores: 2M parameters, 425 steps of the base and 1,275 of every row. "
+        "*Removed* is of the whole model, and all rows are compared with the first. `python "
+        "benchmarks/small_sru.py DATA OUT.json --seeds 0,1`",
+        _of("enwik8-small-sru", table),
+    ),
+    ("All methods from one base, transformer", "`python benchmarks/methods.py enwik8 out.json`", _methods),
+    (
+        "Without training",
+        "SmolLM2-135M, a share of the whole model removed; perplexity on WikiText-2's test text, first 8 windows "
+        "of 512 tokens. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --windows 8 --calibration-windows 32`",
+        _of("oneshot-smollm2", sections.oneshot),
+    ),
+    (
+        "With a little training",
+        "The same on one H200, first 64 windows of the test text, more calibration; then 300 steps of 16 windows of "
+        "training text (2.5 million tokens), towards the dense model's answers, at the rate that validation text "
+        "chooses, 3e-4 wherever two were tried ([log.md](log.md)). `python "
+        "benchmarks/oneshot_lm.py MODEL TEXTS OUT --heal 300`",
+        _of("oneshot-smollm2-healed", sections.oneshot),
+    ),
+    (
+        "Does the size hold?",
+        "A toy on which the published recipe stalls. `python benchmarks/lagrangian.py enwik8 "
+        "results/lagrangian-recipes.csv`",
+        _of("lagrangian-recipes", sections.recipes),
+    ),
+)
+"""Title, what it is and how it is made, and its table; a section without its record is left out."""

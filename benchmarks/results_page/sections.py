@@ -1,0 +1,199 @@
+"""The other tables of the page of results: from records of their own shapes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankwise.lab.report.tables import MEASURES, Table, spread
+from results_page.paper import FINE_TUNING, TIMING
+from results_page.records import Cell, bases, cells
+
+Record = Mapping[str, Any]
+BITS = "bits_per_character"
+TASKS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qnli": "QNLI"}
+
+
+def ten_minutes(single: Record, table: Record | None) -> Table:
+    """The run of the preset alone, of one seed; and those with a dense control, over seeds."""
+    rows = []
+    for row in single["rows"]:
+        title = f"{'dense base' if row['method'] == 'dense' else row['name']}, one run"
+        rows.append((title, *_figures([Cell(row, single["seed"], None)])))
+    name = "enwik8-sru-10min"
+    found = {
+        "dense base": [Cell(base, 0, None) for base in bases(table, name)],
+        "dense control": cells(table, name, "dense"),
+        "flop-l0": cells(table, name, "flop-l0-80"),
+        "svd, at once": cells(table, name, "svd-80"),
+    }
+    rows += [(title, *_figures(group)) for title, group in found.items()]
+    return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
+
+
+def gpu_decoder(record: Record) -> Table:
+    """Milliseconds of a decoder that was compressed at once, and how much faster than dense that is."""
+    cases = [name for name in record["rows"][0] if name not in ("name", "parameters")]
+
+    def timed(row: Record, case: str) -> str:
+        spent, speed = row[case]["milliseconds"]["median"], row[case]["speed"]
+        spread = (
+            "" if row["name"] == "dense" else f" ({speed['median']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f})"
+        )
+        return f"{spent:.2f} ms{spread}"
+
+    rows = [(row["name"], f"{row['parameters']:,}", *(timed(row, case) for case in cases)) for row in record["rows"]]
+    return Table(("", "parameters", *cases), tuple(rows))
+
+
+def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
+    if not found:
+        return ("",) * 6
+    row = found[0].row
+    lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]
+    return (
+        f"{row['parameters']:,}",
+        f"{row['removed_of_prunable']:.1%}",
+        spread([cell.row["valid"][BITS] for cell in found]),
+        spread([cell.row["test"][BITS] for cell in found]),
+        spread(lost, "+.1f", "%"),
+        str(len(found)),
+    )
+
+
+def fine_tuning(record: Record | None) -> Table:
+    """The mean of each task's metrics, and the share of the dense model's mean that is kept."""
+    rows = [
+        (f"paper: RoBERTa-base, {name}", str(row["parameters"]), *(f"{row[task]:.2f}" for task in (*TASKS, "mean")))
+        for name, row in FINE_TUNING.items()
+    ]
+    dense = float(FINE_TUNING["dense"]["mean"])
+    rows = [(*row, f"{float(row[-1]) / dense:.1%}") for row in rows]
+    found = (record or {}).get("rows", [])
+    for name in dict.fromkeys(row["row"] for row in found):
+        own = [row for row in found if row["row"] == name]
+        runs = {(row["task"], row["seed"]) for row in own}
+        # of the very models that these were made from
+        origins = [row for row in found if row["row"] == "dense" and (row["task"], row["seed"]) in runs]
+        mean, before = _task_mean(own), _task_mean(origins)
+        overall = ("" if mean is None else f"{mean:.2f}", f"{mean / before:.1%}" if mean and before else "")
+        scores = [spread([row["score"] for row in own if row["task"] == task], ".2f") for task in TASKS]
+        rows.append((f"MPNet-base, {name}", f"{own[0]['parameters']:,}", *scores, *overall))
+    return Table(("", "parameters", *TASKS.values(), "mean", "of dense"), tuple(rows))
+
+
+def _task_mean(rows: Sequence[Record]) -> float | None:
+    """The mean over tasks of the means over seeds; None where a task is missing."""
+    scores = [[float(row["score"]) for row in rows if row["task"] == task] for task in TASKS]
+    return statistics.mean(map(statistics.mean, scores)) if all(scores) else None
+
+
+def fine_tuned(record: Record) -> Table:
+    """Every task's own metrics, over seeds."""
+    found = record["rows"]
+    rows = []
+    for task, name in dict.fromkeys((row["title"], row["row"]) for row in found):
+        group = [row for row in found if (row["title"], row["row"]) == (task, name)]
+        metrics = [f"{MEASURES[key]} {spread([row['test'][key] for row in group])}" for key in group[0]["test"]]
+        rows.append((task, name, f"{group[0]['parameters']:,}", "; ".join(metrics), str(len(group))))
+    return Table(("", "", "parameters", "development set", "seeds"), tuple(rows))
+
+
+def timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Speed against the dense model on a CPU."""
+    # the last run of a case counts
+    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "cpu inference"}
+    rows = []
+    for (model, level), (seconds, faster) in TIMING.items():
+        ours = [found.get(f"{model} {threads}: speed of {level}% / dense") for threads in ("1 thread", "2 threads")]
+        title = {"sru": "SRU", "txl": "Transformer-XL"}[model]
+        shown = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ours)
+        rows.append((title, f"{level}%", f"{seconds:.2f} s", f"{faster:.1f}x", *shown))
+    return Table(("", "removed", "paper: time", "paper: faster", "ours: 1 thread", "ours: 2 threads"), tuple(rows))
+
+
+def gpu_timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Time of the dense model and speed against it on a GPU, by precision and batch."""
+    # the last run of a case counts
+    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "gpu inference"}
+    rows = []
+    # "sru float32, batch 1, graph: dense"
+    for case in dict.fromkeys(case.rpartition(", ")[0] for case in found):
+        model, precision, _, batch = case.replace(",", "").split()
+        row = [{"sru": "SRU", "txl": "Transformer-XL"}[model], precision, batch]
+        for how in ("torch", "graph"):
+            row.append(f"{found[f'{case}, {how}: dense']:.2f} ms")
+            row += (f"{found[f'{case}, {how}: speed of {level}% / dense']:.2f}x" for level in (80, 90))
+        rows.append(tuple(row))
+    kinds = [f"{how}: {what}" for how in ("kernels", "graph") for what in ("dense", "80% removed", "90% removed")]
+    return Table(("", "", "batch", *kinds), tuple(rows))
+
+
+def clusters(record: Record | None, base: str) -> Table:
+    """What flop-l0 keeps of each cluster of words, and of the layers; the most frequent words first."""
+    levels = [level for level in (50, 70, 80) if cells(record, base, f"flop-l0-{level}")]
+    parts: dict[str, list[str]] = {}
+    for level in levels:
+        matrices = cells(record, base, f"flop-l0-{level}")[0].row["matrices"]
+        for name, (dense, kept) in cluster_books(matrices).items():
+            parts.setdefault(name, [f"{dense:,}"]).append(f"{kept:,} ({kept / dense:.0%})")
+    rows = tuple((name, *found) for name, found in parts.items())
+    return Table(("", "dense", *(f"{level}% removed" for level in levels)), rows)
+
+
+def cluster_books(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """(parameters before, after) of each cluster of words, and of everything else together."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (dense, kept) in matrices.items():
+        head, _, number = name.rpartition(".clusters.")
+        part = f"words, cluster {int(number.split('.')[0]) + 1}" if head else "layers"
+        before = found.get(part, (0, 0))
+        found[part] = (before[0] + dense, before[1] + kept)
+    return found
+
+
+def recipes(records: Sequence[Mapping[str, str]]) -> Table:
+    """How often each recipe reaches the size, and what its exports cost in bits."""
+    numbers = [{key: float(value) for key, value in row.items() if key != "recipe"} for row in records]
+    settings: dict[tuple[Any, ...], list[float]] = {}
+    for row, run in zip(records, numbers, strict=True):
+        if abs(run["expected"] - run["target"]) <= 0.01:
+            key = (run["target"], row["recipe"], run["gate_lr"], run["multiplier_lr"])
+            settings.setdefault(key, []).append(run["bits"])
+    best: dict[float, float] = {}
+    for (target, *_), bits in settings.items():
+        best[target] = min(best.get(target, float("inf")), statistics.mean(bits))
+    rows = []
+    for name in dict.fromkeys(row["recipe"] for row in records):
+        mine = [run for row, run in zip(records, numbers, strict=True) if row["recipe"] == name]
+        miss = [100 * abs(run["expected"] - run["target"]) for run in mine]
+        extra = [run["bits"] - best[run["target"]] for run in mine]
+        hits = sum(m <= 1 for m in miss)
+        measured = (f"{max(miss):.1f}", f"{statistics.mean(extra):.3f}", f"{max(extra):.3f}")
+        rows.append((name, str(len(mine)), str(hits), *measured))
+    columns = ("recipe", "runs", "within 1 point", "worst miss (points)", "extra bits, mean", "worst")
+    return Table(columns, tuple(rows))
+
+
+def methods(record: Record) -> Table:
+    """All methods from one base, of a transformer."""
+    rows = [(row["name"], f"{row['params']:,}", f"{row['bits']:.3f}") for row in record["rows"]]
+    return Table(("", "parameters", "valid bits per character"), tuple(rows), (f"{record['what']}.",))
+
+
+def oneshot(record: Record) -> Table:
+    """Compression without training, and after a little of it."""
+    rows = sorted(record["rows"], key=lambda row: row.get("removed", 0.0))
+    cells = [
+        (
+            row["name"],
+            row.get("about", ""),
+            f"{row.get('removed', 0.0):.0%}",
+            f"{row['parameters']:,}",
+            f"{row['perplexity']:,.1f}",
+            f"{row['healed']:,.1f}" if "healed" in row else "",
+        )
+        for row in rows
+    ]
+    return Table(("", "", "removed", "parameters", "perplexity", "healed"), tuple(cells))

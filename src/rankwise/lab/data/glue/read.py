@@ -1,0 +1,171 @@
+"""Reading GLUE: tab-separated files, quoting off; a bad row is refused with its file and line."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import DataError
+from rankwise.files import cache_folder
+from rankwise.lab.data.glue.archives import fetch_task
+from rankwise.lab.data.glue.tasks import Task, task_named
+from rankwise.lab.data.text import Progress, reason
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Texts and labels of a file, in its order."""
+
+    texts: tuple[tuple[str, ...], ...]
+    """One or two for each row."""
+    labels: tuple[float, ...]
+    """The number of the class, or the score itself."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, places: Iterator[int] | range | list[int]) -> Rows:
+        """Some of the rows."""
+        chosen = list(places)
+        return Rows(texts=tuple(self.texts[i] for i in chosen), labels=tuple(self.labels[i] for i in chosen))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """A task with its rows."""
+
+    task: Task
+    title: str
+    """With the number of training rows where they are not all of them."""
+    train: Rows
+    dev: Rows
+    fingerprint: str
+    """The same for the same rows."""
+
+    def record(self) -> dict[str, Any]:
+        """What a run record keeps of it."""
+        return {
+            "name": self.title,
+            "task": self.task.name,
+            "rows": {"train": len(self.train), "dev": len(self.dev)},
+            "fingerprint": self.fingerprint,
+        }
+
+
+def load_glue(
+    task: str,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
+    """A task of GLUE.
+
+    Its files are taken from the folder `data` if one is given (`data`/MRPC/train.tsv, or `data`/train.tsv), and
+    downloaded into `cache` otherwise. A part of a training set is called what it is: of train_2000.tsv comes
+    "QNLI (2,000 training rows)".
+    """
+    known = task_named(task)
+    if data is None:
+        folder = (Path(cache) if cache is not None else cache_folder()) / "downloads" / "glue" / known.title
+        fetch_task(known.title, folder, progress)
+    else:
+        folder = Path(data)
+        folder = folder / known.title if (folder / known.title).is_dir() else folder
+    train_file = _train_file(folder)
+    train, dev = read_rows(train_file, known), read_rows(_present(folder / known.dev), known)
+    whole = train_file.name == "train.tsv"
+    return Dataset(
+        task=known,
+        title=known.title if whole else f"{known.title} ({len(train):,} training rows)",
+        train=train,
+        dev=dev,
+        fingerprint=_fingerprint(train, dev),
+    )
+
+
+def read_rows(path: Path, task: Task) -> Rows:
+    """The rows of one file."""
+    texts, labels = [], []
+    lines = _lines(path)
+    header = task.columns or next((fields for _, fields in lines), ())
+    missing = [name for name in (*task.texts, task.label) if name not in header]
+    if missing:
+        raise DataError(
+            f"{path}, line 1: the columns of {task.title} must include {missing[0]!r}, but are {', '.join(header)}."
+        )
+    places, label_place = [header.index(name) for name in task.texts], header.index(task.label)
+    for number, fields in lines:
+        if len(fields) != len(header):
+            raise DataError(
+                f"{path}, line {number}: a row must have {len(header)} fields with tabs between them, but has "
+                f"{len(fields)}. Mend or remove the line."
+            )
+        texts.append(tuple(fields[place] for place in places))
+        labels.append(_label(task, fields[label_place], path, number))
+    if not labels:
+        raise DataError(f"{path} must hold at least one row, but has none.")
+    return Rows(texts=tuple(texts), labels=tuple(labels))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Number and fields of each line; a byte-order mark at the start is no part of the text."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield number, tuple(text.split("\t"))
+    except OSError as error:
+        raise DataError(f"{path} must be a readable file, but: {reason(error)}. Check its name and rights.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: must be UTF-8, but is not: {error}.") from None
+
+
+def _label(task: Task, text: str, path: Path, number: int) -> float:
+    if not task.is_regression:
+        if text in task.labels:
+            return task.labels.index(text)
+        raise DataError(
+            f"{path}, line {number}: the label must be one of {', '.join(task.labels)}, but is {text!r} instead."
+        )
+    low, high = task.limits
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise DataError(
+            f"{path}, line {number}: the label must be a number of {low:g} to {high:g}, but is {text!r} instead."
+        )
+    return value
+
+
+def _train_file(folder: Path) -> Path:
+    if (folder / "train.tsv").is_file():
+        return folder / "train.tsv"
+    parts = sorted(folder.glob("train_*.tsv"))
+    if len(parts) > 1:
+        names = ", ".join(part.name for part in parts)
+        raise DataError(f"{folder} must hold one training file, but has {names}. Call the one you mean train.tsv.")
+    return parts[0] if parts else _present(folder / "train.tsv")
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(
+            f"`data` must hold {path.name}, but {path.parent} does not. Add it, or leave `data` out to download it."
+        )
+    return path
+
+
+def _fingerprint(*parts: Rows) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        for texts, label in zip(part.texts, part.labels, strict=True):
+            digest.update("\t".join((*texts, f"{label:g}\n")).encode())
+    return digest.hexdigest()

@@ -1,0 +1,329 @@
+"""Presets: functions that return an experiment. One per row of the paper's tables, a `-short` twin of each, and `demo`.
+
+The rows hold what the paper and its code publish: model, batch, learning rates, warm-up, epochs, the Lagrangian. A
+`-short` twin is the same row in minutes on one GPU: fewer steps, bf16, a learning rate that falls from the base on
+(cosine), layer norm, our own recipe, half the dropout on enwik8, less still for what is left, and a dense control that
+trains on for as long. What was not published is in docs/departures.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from rankwise.core.budget import Budget
+from rankwise.errors import RankwiseError, nearest
+from rankwise.lab.experiments.arms import AnyExperiment
+from rankwise.lab.experiments.config import CorpusConfig, Experiment, lighter_dropout
+from rankwise.lab.experiments.glue.presets import ENCODERS, glue
+from rankwise.lab.models import ModelConfig
+from rankwise.lab.models.adaptive import Clusters
+from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.models.transformer_xl import TransformerXLConfig
+from rankwise.lab.training import TrainingConfig
+from rankwise.methods import METHODS, make_method
+from rankwise.methods.base import Method
+
+PRUNERS = ("fac", "agp", "np-l0", "flop-agp", "flop-l0")
+EPOCH = {"enwik8": 90_000_000 // (64 * 256) + 1, "wikitext-103": 103_227_021 // (64 * 256) + 1}
+"""Steps of 64 x 256 tokens."""
+RAMP = 64_000
+"""m, the steps in which the published runs reach their size."""
+RISE = 16_000
+"""The published learning rates of the multipliers fall with the root of the step; ours are constant: the rate here."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An experiment by name."""
+
+    name: str
+    make: Callable[[], AnyExperiment]
+    table: str
+    """The table of the paper it is a row of; empty for ours."""
+    about: str
+
+
+def demo() -> Experiment:
+    """A small SRU on text that every Python carries: minutes on a laptop, no download."""
+    phase = TrainingConfig(
+        steps=600, batch_size=16, window=64, lr=4e-3, schedule="cosine", warmup_steps=50, clip=1.0,
+        eval_every=300, checkpoint_every=300, log_every=50,
+    )  # fmt: skip
+    return Experiment(
+        name="demo",
+        corpus=CorpusConfig(name="pydoc"),
+        model=SRUConfig(
+            num_words=100, embedding_width=64, width=512, num_layers=3, rank=96, layer_norm=True, dropout=0.0
+        ),
+        base=replace(phase, schedule="constant"),
+        method=make_method("flop-l0", anneal_steps=150),
+        budget=Budget(removed=0.8, of="prunable"),
+        training=phase,
+        exclude=("embedding", "output"),
+        compare=("dense", "fac"),
+    )
+
+
+def enwik8_sru(
+    method: str = "flop-l0", removed: float | None = 0.8, *, plain: int | None = None, short: bool = False
+) -> Experiment:
+    """Six SRU layers on enwik8: tables "enwik8" and "factorization analysis".
+
+    `plain` is the width of a model without factorization, as NP-L0 has it: 1536 is of equal size, 2048 larger.
+    """
+    width = plain or 3056
+    model = SRUConfig(
+        num_words=205,
+        embedding_width=205,
+        width=width,
+        num_layers=6,
+        rank=512 if plain is None else None,
+        layer_norm=short,
+        dropout=0.05 if short else 0.1,
+    )
+    return _row(
+        _name("enwik8-sru" if plain is None else f"enwik8-sru-plain-{plain}", method, removed, short),
+        CorpusConfig(name="enwik8"),
+        model,
+        _sru_phases(width, warmup=16_000, epoch=EPOCH["enwik8"], epochs=(30, 100), decay=1e-7),
+        method,
+        removed,
+        gates=(2, 3, 11 / 12),
+        exclude=("embedding", "output"),
+        short=(2_500, 7_500) if short else None,
+    )
+
+
+def enwik8_sru_10min() -> Experiment:
+    """The paper's enwik8 model from nothing to an evaluated compact model in ten minutes on one H200.
+
+    It reads the text twelve times, so it has the paper's dropout.
+    """
+    row = enwik8_sru("flop-l0", 0.8, short=True)
+    assert row.base is not None
+    shared: dict[str, Any] = {"warmup_steps": 500, "eval_every": 10**6, "checkpoint_every": 10**6, "log_every": 500}
+    return replace(
+        row,
+        name="enwik8-sru-10min",
+        model=replace(row.model, dropout=0.1),
+        dropout=lighter_dropout(0.1, 0.8),
+        base=replace(row.base, steps=16_000, **shared),
+        training=replace(row.training, steps=48_000, **shared),
+        method=make_method("flop-l0", anneal_steps=2_400),
+        compare=(),
+    )
+
+
+def wikitext_103_sru(
+    method: str = "flop-l0", removed: float | None = 0.5, *, plain: int | None = None, short: bool = False
+) -> Experiment:
+    """Twelve SRU layers with adaptive embedding and softmax on WikiText-103: table "Wiki-103".
+
+    `plain` is the width of a model without factorization, as NP-L0 has it: 1184 is of equal size.
+    """
+    width = plain or 2048
+    rank = 512 if plain is None else None
+    model = SRUConfig(
+        num_words=267_735,
+        embedding_width=width,
+        width=width,
+        num_layers=12,
+        rank=rank,
+        first_rank=rank,
+        layer_norm=short,
+        clusters=Clusters(
+            cutoffs=(10_000, 20_000, 40_000, 60_000, 100_000),
+            widths=(1024, 1024, 256, 256, 64, 64),
+            scale=math.sqrt(width),
+        ),
+    )
+    return _row(
+        _name("wikitext-103-sru" if plain is None else f"wikitext-103-sru-plain-{plain}", method, removed, short),
+        CorpusConfig(name="wikitext-103"),
+        model,
+        _sru_phases(width, warmup=4_000, epoch=EPOCH["wikitext-103"], epochs=(50, 100), decay=0.0),
+        method,
+        removed,
+        gates=(2, 5, 11 / 12),
+        exclude=(),
+        short=(1_750, 5_250) if short else None,
+    )
+
+
+def enwik8_transformer_xl(method: str = "flop-l0", removed: float | None = 0.8, *, short: bool = False) -> Experiment:
+    """The 12-layer Transformer-XL on enwik8: table "Transformer-XL"."""
+    shared: dict[str, Any] = {
+        "window": 512,
+        "schedule": "cosine",
+        "clip": 0.25,
+        "eval_every": 4_000,
+        "checkpoint_every": 4_000,
+    }
+    batch, pruning_batch = (24, 24) if short else (48, 32)
+    phases = (
+        TrainingConfig(steps=200_000, batch_size=batch, lr=3e-4, **shared),
+        TrainingConfig(steps=300_000, batch_size=pruning_batch, lr=2.5e-4, **shared),
+    )
+    return _row(
+        _name("enwik8-transformer-xl", method, removed, short),
+        CorpusConfig(name="enwik8"),
+        TransformerXLConfig(num_words=204, dropout=0.05 if short else 0.1),
+        phases,
+        method,
+        removed,
+        gates=(None, 1, 0.9952),
+        exclude=("embedding", "output"),
+        short=(1_750, 5_250) if short else None,
+    )
+
+
+def preset(name: str) -> AnyExperiment:
+    """The experiment of that name."""
+    if name not in PRESETS:
+        raise RankwiseError(
+            f"There is no preset {name!r}.{nearest(name, PRESETS)} `rankwise presets` lists all {len(PRESETS)}."
+        )
+    return PRESETS[name].make()
+
+
+def _row(
+    name: str,
+    corpus: CorpusConfig,
+    model: ModelConfig,
+    phases: tuple[TrainingConfig, TrainingConfig],
+    method: str,
+    removed: float | None,
+    *,
+    gates: tuple[float | None, float, float],
+    exclude: tuple[str, ...],
+    short: tuple[int, int] | None,
+) -> Experiment:
+    """A row of a table.
+
+    Args:
+        gates: l_0 of alpha (None: the weights' learning rate), l_0 of lambda, and P(z > 0) at first.
+        short: steps of the short twin, dense and pruning; None for the row as published.
+    """
+    base, training = phases
+    if short is not None:
+        # a rate that falls twice costs what it gained the first time (docs/log.md)
+        base = replace(_shortened(base, short[0]), schedule="constant")
+        training = _shortened(training, short[1])
+    dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)
+    if method == "fac":
+        # from scratch, for as many steps as the other rows have in all
+        return Experiment(
+            name=name, corpus=corpus, model=model, base=None, method=make_method("fac"), budget=_budget(removed),
+            training=replace(training, steps=base.steps + training.steps), dropout=dropout, init="random",
+            exclude=exclude,
+        )  # fmt: skip
+    settings: dict[str, Any] = {"anneal_steps": training.steps // 16 if short else RAMP}
+    if short is None:
+        alpha, multiplier, open_probability = gates
+        peak = 1 / math.sqrt(model.width * (base.warmup_steps or RISE))
+        settings |= {
+            "recipe": "published",
+            "refactor": False,
+            "gate_lr": training.lr if alpha is None else alpha * peak,
+            "multiplier_lr": multiplier * peak,
+            "open_probability": open_probability,
+        }
+    compare = ("dense",) if short and method != "dense" else ()
+    return Experiment(
+        name=name, corpus=corpus, model=model, base=base, method=_method(method, settings), budget=_budget(removed),
+        training=training, dropout=dropout, exclude=exclude, compare=compare,
+    )  # fmt: skip
+
+
+def _method(name: str, settings: dict[str, Any]) -> Method:
+    """With those of the settings that it has."""
+    known = {field.name for field in fields(METHODS[name])}
+    return make_method(name, **{key: value for key, value in settings.items() if key in known})
+
+
+def _budget(removed: float | None) -> Budget | None:
+    return None if removed is None else Budget(removed=removed, of="prunable")
+
+
+def _sru_phases(
+    width: int, *, warmup: int, epoch: int, epochs: tuple[int, int], decay: float
+) -> tuple[TrainingConfig, TrainingConfig]:
+    """l_0 = 2: the learning rate peaks at 2 / sqrt(width x warm-up)."""
+    phase = TrainingConfig(
+        steps=epochs[0] * epoch,
+        batch_size=64,
+        window=256,
+        lr=2 / math.sqrt(width * warmup),
+        warmup_steps=warmup,
+        weight_decay=decay,
+        clip=0.3,
+        reset_every=epoch,
+        eval_every=epoch,
+        checkpoint_every=epoch,
+    )
+    return phase, replace(phase, steps=epochs[1] * epoch)
+
+
+def _shortened(phase: TrainingConfig, steps: int) -> TrainingConfig:
+    return replace(
+        phase,
+        steps=steps,
+        lr=1e-3 if phase.schedule == "inverse-sqrt" else 5e-4,
+        schedule="cosine",
+        warmup_steps=200,
+        clip=0.5,
+        reset_every=None,
+        precision="bf16",
+        eval_every=1_000,
+        checkpoint_every=2_000,
+    )
+
+
+def _name(family: str, method: str, removed: float | None, short: bool) -> str:
+    level = "" if removed is None else f"-{round(100 * removed)}"
+    return f"{family}-{method}{level}{'-short' if short else ''}"
+
+
+def _rows() -> Iterator[tuple[str, Callable[..., Experiment]]]:
+    """(table, maker) of every row; the maker takes `short`."""
+    table = "enwik8"
+    yield table, partial(enwik8_sru, "dense", None)
+    for removed, method in itertools.product((0.7, 0.8, 0.9), PRUNERS):
+        yield table, partial(enwik8_sru, method, removed, plain=1536 if method == "np-l0" else None)
+    table = "factorization analysis"
+    yield table, partial(enwik8_sru, "flop-l0", 0.85)
+    yield table, partial(enwik8_sru, "np-l0", 0.85, plain=1536)
+    for width in (1536, 2048):
+        yield table, partial(enwik8_sru, "dense", None, plain=width)
+    for removed in (0.7, 0.8, 0.85, 0.9):
+        yield table, partial(enwik8_sru, "np-l0", removed, plain=2048)
+    table = "WikiText-103"
+    yield table, partial(wikitext_103_sru, "dense", None)
+    for removed, method in itertools.product((0.5, 0.7, 0.8), PRUNERS):
+        yield table, partial(wikitext_103_sru, method, removed, plain=1184 if method == "np-l0" else None)
+    table = "Transformer-XL"
+    yield table, partial(enwik8_transformer_xl, "dense", None)
+    for method in ("fac", "agp", "flop-agp", "flop-l0"):
+        yield table, partial(enwik8_transformer_xl, method, 0.8)
+    for method in ("flop-agp", "flop-l0"):
+        yield table, partial(enwik8_transformer_xl, method, 0.9)
+
+
+def _presets() -> Iterator[Preset]:
+    yield Preset("demo", demo, "", "a small SRU on text that every Python carries; a laptop, no download")
+    yield Preset("enwik8-sru-10min", enwik8_sru_10min, "", "570 seconds on one H200, start to evaluated compact model")
+    for name, encoder in ENCODERS.items():
+        about = f"fine-tune, prune and heal {encoder.hub.rpartition('/')[2]} on a task of GLUE; minutes on one GPU"
+        yield Preset(name, partial(glue, name), "", about)
+    for (table, make), short in itertools.product(_rows(), (False, True)):
+        made = partial(make, short=short)
+        about = "minutes on one GPU" if short else "as published"
+        yield Preset(made().name, made, table, about)
+
+
+PRESETS = {found.name: found for found in _presets()}

@@ -1,0 +1,62 @@
+"""Text from a language model: one token at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import RankwiseError
+from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.models.stream import open_stream
+
+
+@torch.inference_mode()
+def sample(
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    prompt: str,
+    *,
+    length: int = 500,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """`length` tokens that go on from `prompt`, as they are drawn.
+
+    Args:
+        temperature: below 1 the likely becomes more likely; 0 always takes the likeliest.
+        top_k: draw only from so many likeliest tokens.
+    """
+    if length < 1:
+        raise RankwiseError(f"`length` must be at least 1, but is {length} instead.")
+    if not 0 <= temperature < math.inf:
+        raise RankwiseError(f"`temperature` must be at least 0 and finite, but is {temperature} instead.")
+    if top_k is not None and top_k < 1:
+        raise RankwiseError(f"`top_k` must be at least 1, but is {top_k} instead.")
+    if not -(2**63) <= seed < 2**63:
+        raise RankwiseError(f"`seed` must be a whole number of 64 bits, but is {seed} instead.")
+    numbers = vocabulary.encode(prompt)
+    if not numbers:
+        raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")
+    stream = open_stream(model)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.tensor([numbers], device=device)
+    for _ in range(length):
+        logits_BTV = stream.feed(tokens_BT)
+        number = _draw(logits_BTV[0, -1].float().cpu(), temperature, top_k, generator)
+        yield number
+        tokens_BT = torch.tensor([[number]], device=device)
+
+
+def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k is not None and top_k < len(logits_V):
+        least = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
+    p_V = torch.softmax(logits_V.double() / temperature, 0)
+    return int(torch.multinomial(p_V, 1, generator=generator))

@@ -1,0 +1,1 @@
+"""Kernels of the paper's models: plain references, and fast versions beside them."""

@@ -1,0 +1,58 @@
+"""The kernels of `relu.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.device import on
+from rankwise.lab.kernels.dropout import Dropout
+from rankwise.lab.kernels.dropout_kernels import kept
+
+BLOCK = 2048
+"""Numbers of one program."""
+
+
+@triton.jit
+def relu_fwd_kernel(p_x, p_seed, p_y, dropout, N, DROPS: tl.constexpr, BLOCK: tl.constexpr):
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_y = tl.maximum(tl.load(p_x + o_n, mask=o_n < N, other=0.0).to(tl.float32), 0.0)
+    if DROPS:
+        b_y = tl.where(kept(tl.load(p_seed), o_n, dropout), b_y / (1 - dropout), 0.0)
+    tl.store(p_y + o_n, b_y, mask=o_n < N)
+
+
+@triton.jit
+def relu_bwd_kernel(p_dy, p_y, p_dx, dropout, N, BLOCK: tl.constexpr):
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_y = tl.load(p_y + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    b_dy = tl.load(p_dy + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    # where y is zero, relu or dropout has closed the way
+    tl.store(p_dx + o_n, tl.where(b_y > 0, b_dy / (1 - dropout), 0.0), mask=o_n < N)
+
+
+def relu_forward(x: Tensor, dropout: Dropout | None) -> Tensor:
+    """dropout(relu(x))."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    with on(x):
+        relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            x,
+            x if dropout is None else dropout.seed,
+            y,
+            0.0 if dropout is None else dropout.rate,
+            x.numel(),
+            DROPS=dropout is not None,
+            BLOCK=BLOCK,
+        )
+    return y
+
+
+def relu_backward(dy: Tensor, y: Tensor, dropout: float) -> Tensor:
+    """The gradient of x."""
+    dx = torch.empty_like(y)
+    with on(y):
+        relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](dy.contiguous(), y, dx, dropout, y.numel(), BLOCK=BLOCK)
+    return dx

@@ -1,0 +1,186 @@
+"""A run is a folder: `config.json`, `metrics.jsonl` as it goes, `record.json` at the end, and `checkpoints/`.
+
+`.lock` is an empty file, locked for as long as a process runs there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from rankwise.errors import CheckpointError
+from rankwise.files import reason, write_json
+from rankwise.version import VERSION
+
+FORMAT, FORMAT_VERSION = "rankwise-run", 1
+"""Of the record."""
+
+
+class RunFolder:
+    """The files of one run but its checkpoints."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.record = self.path / "record.json"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes out of the folder; one that is killed holds nothing."""
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"One process may run in a folder, but another one is running in {self.path}. "
+                "Wait until it has ended, or choose another folder."
+            ) from None
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Make the folder and say what will be run in it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.path / "config.json", config)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def cut(self, step: int) -> None:
+        """Drop the lines after `step`, which a resumed run writes again, and a last one that was cut short."""
+        if not self.metrics.exists():
+            return
+        kept = [line for line in self.lines() if line["step"] <= step]
+        unfinished = self.metrics.with_name(".metrics.jsonl")
+        try:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(unfinished, self.metrics)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics so far."""
+        if not self.metrics.exists():
+            return []
+        # only a line that ends is complete
+        complete = self.metrics.read_bytes().split(b"\n")[:-1]
+        return [self._parsed(line, number) for number, line in enumerate(complete, 1)]
+
+    def finished(self) -> dict[str, Any] | None:
+        """The record of a finished run; None where there is none."""
+        try:
+            record: dict[str, Any] = json.loads(self.record.read_bytes())
+            found = record["format"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            found = "something else"
+        if found != FORMAT:
+            raise CheckpointError(
+                f"{self.record} must be the record of a training run, {FORMAT}, but is {found}. "
+                "Remove it, or choose another folder."
+            )
+        return record
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Write the record of a finished run."""
+        try:
+            write_json(self.record, record)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads(line)
+            if type(content["step"]) is int:
+                return content
+        except (ValueError, KeyError, TypeError):
+            pass
+        shown = line.decode("utf-8", "replace")
+        raise CheckpointError(
+            f"Every line of {self.metrics} must be JSON with a `step`, but line {number} is "
+            f"{shown[:40] + '...' if len(shown) > 40 else shown!r}. Remove that line and run again."
+        )
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"A run must be able to write to its folder, but {self.path} failed: {reason(error)}. "
+            "Free some space or choose another place, and run again."
+        )
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """Versions, commit and hardware: what a record keeps of where it was made."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "versions": {"python": platform.python_version(), "rankwise": VERSION, **_versions()},
+        "commit": _commit(),
+        "hardware": {
+            "device": gpu or device.type,
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "system": platform.platform(),
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "numpy", "safetensors", "accelerate", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of this source, with a "+" where files were changed since; None outside its repository."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # an installed copy may lie inside some other project's repository
+    if git("ls-files", "--error-unmatch", "../../errors.py") is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+" if commit and git("status", "--porcelain", "--", "../..") else commit
