@@ -22,8 +22,8 @@ KNOWN = (
 """Names of records that a section below reads."""
 HEAD = """# Results
 
-Written by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures`, from the records in `results/`;
-a test keeps it so. What the paper prints stands in columns or rows that say so; all else was measured here,
+Written by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures`, from the records in
+`results/`; a test keeps it so. What the paper prints stands in columns or rows that say so; all else was measured here,
 by the command that stands with it. *Removed* is of the prunable weights, *lost* against each one's own dense model: the
 paper's against the base that it prints, ours against a dense control that trained on from the same base for as many
 steps. What has not been run is empty. Test texts are read once per model; checkpoints are chosen on validation text."""
