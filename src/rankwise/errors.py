@@ -62,6 +62,12 @@ def edits(word: str, other: str) -> int:
     return row[-1]
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, at most 300 characters; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
 def install_extra(extra: str) -> str:
     """The part of a message that says how to install an extra: in a clone, and beside an installed wheel."""
     packages = " ".join(f'"{name}"' if ">" in name else name for name in EXTRAS[extra])

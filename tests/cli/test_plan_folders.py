@@ -16,7 +16,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.hf import save_pretrained
-from rankwise.hf.compress import load_model
+from rankwise.hf.loading import load_model
 from rankwise.methods import make_method
 from rankwise.pruner import account_of, planned
 

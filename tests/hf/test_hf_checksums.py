@@ -13,8 +13,8 @@ import transformers as hf
 from torch import nn
 
 import rankwise as rw
-from rankwise.cli.folders import open_model
 from rankwise.hf import save_pretrained
+from rankwise.lab.experiments.saved_models import open_folder
 from tests.flips import flipped, unsealed
 from tests.hf.hf_families import QUIET, build, compact, pruned
 
@@ -110,7 +110,7 @@ def test_a_weight_that_changed_is_refused_with_its_file_unless_it_is_asked_for(
 ) -> None:
     path = folder / "model.safetensors"
     with flipped(path, 8 * path.stat().st_size - 2):
-        for opened in (load, open_model):
+        for opened in (load, open_folder):
             with pytest.raises(rw.CheckpointError, match=r"bert/model.safetensors .* its checksum is .*VERIFY=0"):
                 opened(folder)
         monkeypatch.setenv("RANKWISE_VERIFY", "0")

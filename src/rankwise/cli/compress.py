@@ -69,16 +69,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def compress(options: Options) -> None:
-    from rankwise.hf.names import check_name
+    from rankwise.hub import check_name
 
     # before anything slow is imported
     check_name(options.model)
     import torch
 
-    from rankwise.cli.folders import open_own
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_saved
     from rankwise.deploy.windows import Calibration
+    from rankwise.lab.experiments.saved_models import open_own
 
     sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes")}
     given = {name: value for name, value in sizes.items() if value is not None}

@@ -20,14 +20,14 @@ REPEATS = 10
 
 
 def export(options: Options) -> None:
-    from rankwise.cli.folders import open_model
     from rankwise.core.budget import count
     from rankwise.deploy.inputs import example_inputs
-    from rankwise.deploy.measure import time_together
+    from rankwise.lab.experiments.saved_models import open_folder
+    from rankwise.measure import time_together
 
-    models = {"model": open_model(Path(options.folder)).float()}
+    models = {"model": open_folder(Path(options.folder)).float()}
     if options.dense is not None:
-        models["dense"] = open_model(Path(options.dense)).float()
+        models["dense"] = open_folder(Path(options.dense)).float()
     target = Path(options.out or f"{Path(options.folder).resolve().name}-{options.to}{'-int8' if options.int8 else ''}")
     rows: list[dict[str, Any]] = []
     runners: dict[str, Runner] = {}
@@ -57,7 +57,7 @@ def _exported(model: nn.Module, inputs: dict[str, Any], place: Path, options: Op
 
 
 def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
-    from rankwise.deploy.measure import slower_than_dense
+    from rankwise.measure import slower_than_dense
 
     dense = next((row["milliseconds"] for row in rows if row["name"] == "dense"), None)
     what = f"The model in {options.to}{' with int8' if options.int8 else ''}"

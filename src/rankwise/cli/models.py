@@ -1,4 +1,4 @@
-"""Models that the command line is told of: `package.module:builder`, `path/to/file.py:builder`, a folder or a name."""
+"""Models that a command names: `package.module:builder`, `path/to/file.py:builder`, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
 
 def find_model(target: str, *, weights: bool) -> tuple[nn.Module, list[str]]:
-    """The model that `target` names, without its weights where they are not needed; and what is assumed of it."""
-    from rankwise.cli.folders import open_empty, open_model
-
-    folder = Path(target)
-    if not folder.is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
+    """The model that `target` names, and what is assumed of it; `weights`: whether those of a folder are needed."""
+    if not Path(target).is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
         return build(target), []
-    if not weights:
-        return open_empty(target)
-    if folder.is_dir():
-        return open_model(folder), []
-    from rankwise.hf.compress import load_model
+    from rankwise.lab.experiments.saved_models import open_empty, open_model
 
-    return load_model(target), []
+    return (open_model(target), []) if weights else open_empty(target)
 
 
 def _is_module(name: str) -> bool:

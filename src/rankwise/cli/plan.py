@@ -107,7 +107,7 @@ def _fast_enough(
     """The size that meets a time, and what is left out besides."""
     from rankwise.adapters.generic import find_plan
     from rankwise.deploy.inputs import example_inputs
-    from rankwise.deploy.latency import SLOWER, meet_latency
+    from rankwise.latency import SLOWER, meet_latency
 
     found = meet_latency(model, budget, example_inputs(model, 1, 128), plan=find_plan(model, include, exclude))
     slower = [item.name for item in found.plan.left_out if item.reason == SLOWER]

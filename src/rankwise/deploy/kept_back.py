@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.deploy.inputs import example_inputs, positions_of
-from rankwise.deploy.measure import evaluating, time_together
+from rankwise.measure import evaluating, time_together
 
 PERPLEXITY = "perplexity"
 ANSWERS = "perplexity of the dense model's likeliest words"

@@ -16,15 +16,13 @@ from rankwise.core.memory import return_large_blocks, trim
 from rankwise.deploy.compress import Compressed, Data, Listener, Windows, place, sampled_loss, shrink, windows_of
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.windows import Calibration, Marks
-from rankwise.errors import CheckpointError, DataError, RankwiseError
-from rankwise.hf.names import source_of
-from rankwise.hf.pretrained import check_target, save_pretrained
+from rankwise.errors import DataError
+from rankwise.hf.loading import load_model, load_tokenizer, model_class
+from rankwise.hf.saving import check_pretrained_target, save_pretrained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 
 
 def compress_pretrained(
@@ -59,7 +57,7 @@ def compress_pretrained(
         listener: told how far it is, what is left out, and what other ranks would lose.
     """
     folder = Path(out).resolve()
-    check_target(folder, overwrite)
+    check_pretrained_target(folder, overwrite)
     return_large_blocks()
     cached: bool | None = None
 
@@ -144,8 +142,7 @@ def is_decoder(config: Any) -> bool:
     """Whether the model of a configuration says what comes next in a text."""
     import transformers
 
-    named = next((getattr(transformers, each, None) for each in config.architectures or []), None)
-    kind = named or transformers.AutoModelForCausalLM
+    kind = model_class(config) or transformers.AutoModelForCausalLM
     return not config.is_encoder_decoder and bool(getattr(kind, "can_generate", lambda: True)())
 
 
@@ -176,54 +173,9 @@ def _cache(model: Any, wanted: bool | None) -> bool | None:
     return before
 
 
-def load_model(name: str) -> PreTrainedModel:
-    """The model of that folder or name, of the class that its configuration names."""
-    import transformers
-
-    source: dict[str, Any] = source_of(name)
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, **source)
-        named = next((getattr(transformers, each, None) for each in config.architectures or []), None)
-        model = (named or transformers.AutoModelForCausalLM).from_pretrained(name, dtype="auto", **source)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, RankwiseError):
-            raise
-        raise CheckpointError(
-            f"MODEL must be a folder or name that transformers can load, but {name!r} is not: {_line(error)}"
-        ) from None
-    assert isinstance(model, transformers.PreTrainedModel)
-    return model
-
-
-def load_tokenizer(name: str, *, needed: bool) -> Any:
-    """The tokenizer that comes with a model; None where it has none and none is needed."""
-    from transformers import AutoTokenizer
-
-    source: dict[str, Any] = source_of(name)
-    try:
-        folder = Path(name)
-        # where there is nothing, transformers may make up one without words
-        if folder.is_dir() and not any(any(folder.glob(files)) for files in TOKENIZER_FILES):
-            raise FileNotFoundError(f"no {' or '.join(TOKENIZER_FILES)} there.")
-        return AutoTokenizer.from_pretrained(name, **source)
-    # a missing one is told in many ways
-    except Exception as error:
-        if not needed:
-            return None
-        raise CheckpointError(
-            f"A calibration text needs the model's tokenizer, but {name!r} has none that loads: {_line(error)} "
-            "Save the tokenizer beside the model."
-        ) from None
-
-
 def numbering(tokenizer: Any) -> Callable[[str], list[int]]:
     """A tokenizer as what it does to a text, without marks of its own around it."""
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _line(error: Exception) -> str:
-    """The first line of what went wrong."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_windows(model: PreTrainedModel, windows: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.latency import meet_latency
+from rankwise.latency import meet_latency
 
 
 class Wide(nn.Module):

@@ -18,8 +18,8 @@ from rankwise.adapters.generic import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
-from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
+from rankwise.measure import evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, account_of
 

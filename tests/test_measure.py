@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rankwise.deploy.measure import slower_than_dense, time_together
+from rankwise.measure import slower_than_dense, time_together
 
 
 def test_calls_take_turns_and_the_slower_one_is_slower() -> None:
