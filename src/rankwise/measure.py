@@ -1,4 +1,4 @@
-"""How fast models run, measured so that a ratio can be trusted: they take turns, so all meet the same load."""
+"""Calling models and timing them: models that are compared take turns, so that all meet the same load."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 TOLERATED = 1.03
-"""Times the dense model's time: above it a compact model is called slower."""
+"""A compact model is called slower above this multiple of the dense model's time."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,16 @@ def slower_than_dense(
     )
 
 
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while."""
+    """Put a model into evaluation mode; afterwards every module is in the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

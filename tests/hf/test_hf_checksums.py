@@ -44,7 +44,7 @@ def entry_in(folder: Path) -> Any:
 def tiny() -> hf.PreTrainedModel:
     sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = hf.BertConfig(**sizes, intermediate_size=4, max_position_embeddings=4)
-    return rw.compress(hf.BertForSequenceClassification(config), rw.Budget(removed=0.5, of="prunable"))
+    return rw.compress(hf.BertForSequenceClassification(config), rw.Budget(removed=0.5, of="prunable"), embeddings=True)
 
 
 @pytest.fixture(scope="module")

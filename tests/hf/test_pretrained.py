@@ -139,7 +139,7 @@ def test_shards_are_put_together(family: str, tmp_path: Path) -> None:
 def test_a_layer_of_rank_nothing_is_saved_too(family: str, tmp_path: Path) -> None:
     model = build(family)
     plan = rw.find_plan(model)
-    small = rw.compress(model, rw.Budget(params=rw.count(model) - plan.params + 20)).eval()
+    small = rw.compress(model, rw.Budget(params=rw.count(model) - plan.params + 20), embeddings=True).eval()
     assert sum(layer.numel() == 0 for layer in small.parameters()) > 2
     small.save_pretrained(tmp_path)
     assert_same(load(tmp_path, type(small)), small)
@@ -616,7 +616,7 @@ def test_layers_that_are_asked_for_their_sizes_tell_them(layout: Any, tmp_path: 
     )  # fmt: skip
     model = hf.WhisperForConditionalGeneration(config).eval()
     inputs = {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": batch(model)["input_ids"][:2]}
-    small: Any = rw.compress(model, rw.Budget(removed=0.4), layout=layout)
+    small: Any = rw.compress(model, rw.Budget(removed=0.4), embeddings=True, layout=layout)
     assert isinstance(small.model.encoder.embed_positions, nn.Sequential)
     assert logits(small, **inputs).shape == logits(model, **inputs).shape
     small.save_pretrained(tmp_path)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.errors import RankwiseError, install_extra
+from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
-    from rankwise.core.budget import Budget
-    from rankwise.deploy.compress import Compressed, Listener
+    from rankwise.deploy.compress import Compressed, Listener, Source
 
 DTYPES = ("float32", "bfloat16", "float16")
 TITLES = {
@@ -76,40 +75,40 @@ def compress(options: Options) -> None:
     import torch
 
     from rankwise.core.budget import Budget
-    from rankwise.deploy.compress import compress_saved
-    from rankwise.deploy.windows import Calibration
-    from rankwise.lab.experiments.saved_models import open_own
+    from rankwise.deploy.calibration import Calibration
+    from rankwise.deploy.compress import compress_folder
 
     sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if len(given) != 1:
         said = " and ".join(f"--{name}" for name in given) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    settings: dict[str, Any] = {
-        "calibration": None,
-        **{
-            name: getattr(options, name)
-            for name in ("layout", "target", "embeddings", "exclude", "overwrite", "device")
-        },
-        "dtype": None if options.dtype == "auto" else getattr(torch, options.dtype),
-    }
+    names = ("layout", "target", "embeddings", "exclude", "overwrite", "device")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.calibration is not None:
         settings["calibration"] = Calibration(
             file=options.calibration, num_windows=options.windows, window=options.window
         )
-    place = Path(options.model)
-    own = open_own(place)
+    source = _source(options.model)
     with _listening() as listener:
-        settings["listener"] = listener
-        if own is not None:
-            settings |= {"vocabulary": own.vocabulary, "beside": own.beside, "again": lambda: open_own(place).model}  # type: ignore[union-attr]
-            made = compress_saved(own.model, Budget(**given), options.out, **settings)
-        else:
-            made = _compress_pretrained(options.model, Budget(**given), options.out, settings)
+        made = compress_folder(source, Budget(**given), options.out, **settings, listener=listener)
     if options.json:
         print(json.dumps({"folder": options.out, **dataclasses.asdict(made)}, indent=1))
     else:
         print(f"{options.out}: {'; '.join(_figures(made))}")
+
+
+def _source(name: str) -> Source:
+    from rankwise.deploy.compress import SavedModel
+    from rankwise.lab.experiments.saved_models import open_model, open_own
+
+    own = open_own(Path(name))
+    if own is not None:
+        return SavedModel(own.model, own.vocabulary, own.beside, lambda: open_model(name))
+    from rankwise.hf.compress import PretrainedModel
+
+    return PretrainedModel(name)
 
 
 def _figures(made: Compressed) -> Iterator[str]:
@@ -158,20 +157,6 @@ def _listening() -> Iterator[Listener]:
         yield Shown()
 
 
-def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[str, Any]) -> Compressed:
-    try:
-        from transformers.utils import logging
-
-        from rankwise.hf.compress import compress_pretrained
-    except ImportError:
-        raise ImportError(
-            f"`rankwise compress` needs transformers, which is not installed. {install_extra('hf')}"
-        ) from None
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return compress_pretrained(model, budget, out, **settings)
-
-
 COMPRESS = Command(
     name="compress",
     usage="MODEL --removed FRACTION [--calibration FILE] --out FOLDER ...",
@@ -180,9 +165,8 @@ COMPRESS = Command(
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
 model's answers lose; with --calibration outputs are measured on that text, of which some windows are kept
 back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
-better model is kept. `from_pretrained` loads the folder
-after `import rankwise`; a model of a run, or of `rankwise.save`, gives a folder for `rankwise.load`; that of
-a run can be evaluated and sampled from as before.
+better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
+`rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
 
 example: rankwise compress my-model --removed 0.3 --calibration text.txt --out my-model-small""",
     arguments=add_arguments,

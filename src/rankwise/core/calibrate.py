@@ -5,7 +5,7 @@ Two things: the second moments of what reaches a matrix, and how much the loss d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Plan, Site, Use, get_module
 from rankwise.errors import DataError
+from rankwise.measure import call_model, evaluating
 from rankwise.modules import scale_of
 
 
@@ -54,7 +55,7 @@ def second_moments(
             seen, stop = 0, None if stops is None else stops[number]
             number += 1
             try:
-                _call(model, batch)
+                call_model(model, batch)
             except _Enough:
                 continue
     if not number:
@@ -74,7 +75,7 @@ def calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
         seen[name] = seen.pop(name, 0) + 1
 
     with _watching(model, plan, see), torch.no_grad():
-        _call(model, batch)
+        call_model(model, batch)
     return seen
 
 
@@ -103,9 +104,9 @@ def output_weights(
     try:
         for parameter, _ in wanted:
             parameter.requires_grad_(False)
-        with _evaluating(model), torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             for batch in batches:
-                value = loss(_call(model, batch))
+                value = loss(call_model(model, batch))
                 if value.requires_grad:
                     value.backward()  # type: ignore[no-untyped-call]
     finally:
@@ -183,30 +184,11 @@ def _watching(
         for use in site.uses
     ]
     try:
-        with _evaluating(model):
+        with evaluating(model):
             yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
