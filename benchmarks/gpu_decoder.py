@@ -26,7 +26,7 @@ from harness import commit, hardware, interleaved
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.engines import engine
+from rankwise.deploy.bench import engine
 from rankwise.oneshot import default_plan
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32_000}

@@ -13,9 +13,7 @@ from peer import released_sru
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy import engines
-from rankwise.deploy.bench import BenchConfig, bench, remarks
-from rankwise.deploy.engines import Engine, engine
+from rankwise.deploy.bench import ENGINES, BenchConfig, Engine, bench, engine, remarks
 from rankwise.deploy.quantize import can_multiply_bfloat16
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -161,7 +159,7 @@ def test_all_threads_are_counted_once() -> None:
 
 def test_an_engine_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = Engine("", ("cpu",), lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
-    monkeypatch.setitem(engines.ENGINES, "lacking", lacking)
+    monkeypatch.setitem(ENGINES, "lacking", lacking)
     with pytest.raises(rw.RankwiseError, match="The engine 'lacking' cannot run here: it needs nothing you have."):
         engine("lacking")
 

@@ -348,7 +348,7 @@ stock = methods()
 assert all(method.__module__.startswith("transformers") for method in stock)
 assert "rankwise.hf" not in sys.modules
 config = hf.BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-model = rw.compress(hf.BertModel(config), rw.Budget(removed=0.2), target="cpu")
+model = rw.compress(hf.BertModel(config), rw.Budget(removed=0.2), embeddings=True, target="cpu")
 assert "rankwise.hf" in sys.modules and methods() != stock
 model.save_pretrained(sys.argv[1])
 assert rw.count(hf.BertModel.from_pretrained(sys.argv[1])) == rw.count(model)

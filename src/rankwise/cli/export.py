@@ -49,11 +49,10 @@ def export(options: Options) -> None:
 
 
 def _exported(model: nn.Module, inputs: dict[str, Any], place: Path, options: Options) -> tuple[Exported, Runner]:
-    from importlib import import_module
+    from rankwise.deploy.export import FORMATS
 
-    engine = import_module(f"rankwise.deploy.export.{options.to}")
-    made = engine.export(model, inputs, place, int8=options.int8)
-    return made, engine.load(place)
+    made = FORMATS[options.to].export(model, inputs, place, int8=options.int8)
+    return made, FORMATS[options.to].load(place)
 
 
 def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
