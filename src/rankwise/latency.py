@@ -8,7 +8,7 @@ for uniform ranks; a model with the same parameters and other ranks comes close.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, account_of
 
+P = TypeVar("P", Plan, Plan | None)
 ROUNDS = 7
 """Models that are built and timed in a search by halves."""
 SLOWER = "slower as a low-rank pair on this machine"
@@ -41,8 +42,8 @@ class LatencyResult:
 
 
 def size_for(
-    model: nn.Module, budget: Budget, plan: Plan | None, example_inputs: Any, rank_multiple: int | None
-) -> tuple[Budget, Plan | None]:
+    model: nn.Module, budget: Budget, plan: P, example_inputs: Any, rank_multiple: int | None
+) -> tuple[Budget, P | Plan]:
     """The budget and the plan as they are; for a budget in milliseconds, the size and the plan that meet it."""
     if budget.latency_ms is None:
         return budget, plan

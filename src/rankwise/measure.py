@@ -59,7 +59,7 @@ def _timing(times: list[float]) -> Timing:
 def slower_than_dense(
     what: str, milliseconds: float, dense_milliseconds: float, *, where: str = "", reason: str = ""
 ) -> str | None:
-    """The line for a model that is slower than the dense one of the same precision by more than `TOLERATED` allows.
+    """A line about a model that is slower than `TOLERATED` times the dense one of the same precision, else None.
 
     Args:
         what: the model, and its precision where there are several.
@@ -73,7 +73,7 @@ def slower_than_dense(
     return (
         f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"
         f"{f'; {where}' if where else ''}): {milliseconds:.2f} against {dense_milliseconds:.2f} ms"
-        f"{f', for {reason}' if reason else ''}."
+        f"{f' ({reason})' if reason else ''}."
     )
 
 

@@ -67,14 +67,14 @@ def test_what_is_not_faster_is_said() -> None:
     (line,) = remarks([dense, row("agp", slow)])
     assert line == (
         "agp in float32 is slower than dense of the same precision (0.83x; torch, batch 1 x 8, 1 thread): "
-        "12.00 against 10.00 ms, for its matrices are no smaller."
+        "12.00 against 10.00 ms (its matrices are no smaller)."
     )
     (line,) = remarks([dense, row("compact", (8, 9.5, 12), parameters=20)])
     assert "is not clearly faster than dense" in line
     assert "repeat it on a quiet machine" in line
     (line,) = remarks([row("dense", (0.9, 1, 1.1)), row("compact", (1, 1, 1), parameters=20)])
     assert "is NOT faster than dense in float32" in line
-    assert line.endswith("for calls as short as this are mostly overhead.")
+    assert line.endswith("(calls as short as this are mostly overhead).")
     # others are compared, not judged
     assert remarks([dense, row("other", slow, peer=True)]) == []
 

@@ -322,6 +322,8 @@ def test_the_last_line_has_size_quality_and_speed(
         (["llama-tied", "--out", "OUT"], "takes one budget, but got none. Example: --removed 0.3."),
         (["llama-tied", "--removed", "0.3", "--params", "9", "--out", "OUT"], "got --removed and --params"),
         (["llama-tied", "--removed", "0.99", "--out", "OUT"], "Remove at most 0."),
+        (["llama-tied", "--latency-ms", "1e6", "--out", "OUT"], "must be below what the dense model takes"),
+        (["llama-tied", "--latency-ms", "1", "--params", "9", "--out", "OUT"], "got --params and --latency-ms"),
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "short.txt", "--out", "OUT"],
             "must hold at least one window of 256 tokens, but .*short.txt has 3. Give a longer text",

@@ -24,7 +24,7 @@ TITLES = {
     "factors": "Compressing layer by layer",
 }
 PATIENCE_SECONDS = 15.0
-"""Between two plain lines on one and the same part of the work."""
+"""Seconds between two plain lines on the same part of the work."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
     add("--removed", type=number, metavar="FRACTION", help="budget: fraction of the parameters to remove")
     add("--params", type=whole_number, metavar="N", help="budget: parameters of the compressed model")
     add("--megabytes", type=number, metavar="N", help="budget: 10^6 bytes of saved tensors")
+    add("--latency-ms", type=number, metavar="N", help="budget: milliseconds for 1 x 128 tokens, timed on this machine")
     add("--calibration", type=Path, metavar="FILE", help="a text like those the model is for; without it plain SVD")
     add("--windows", type=whole_number, default=64, metavar="N", help="windows of it that are read (default: 64)")
     add("--window", type=whole_number, default=256, metavar="N", help="tokens of a window (default: 256)")
@@ -53,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="WHERE",
         help="where it will run, cuda or cpu, or size: the smallest file, in the pivot layout (default: the device)",
     )
-    add("--embeddings", action="store_true", help="compress tables of words too, and output layers tied to them")
+    add("--embeddings", action="store_true", help="compress embeddings too, and output layers tied to them")
     add("--exclude", action="append", default=[], metavar="NAME", help="leave out layers of this name; repeatable")
     add("--device", default="auto", metavar="DEVICE", help="such as cpu or cuda:1 (default: a GPU on which it fits)")
     add(
@@ -78,10 +79,10 @@ def compress(options: Options) -> None:
     from rankwise.deploy.calibration import Calibration
     from rankwise.deploy.compress import compress_folder
 
-    sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes")}
+    sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes", "latency_ms")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if len(given) != 1:
-        said = " and ".join(f"--{name}" for name in given) or "none"
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
     names = ("layout", "target", "embeddings", "exclude", "overwrite", "device")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -112,7 +113,7 @@ def _source(name: str) -> Source:
 
 
 def _figures(made: Compressed) -> Iterator[str]:
-    """Size, quality and speed in words."""
+    """Size, quality and speed as phrases."""
     yield (
         f"{made.exported:,} of {made.dense:,} parameters, {made.removed:.2%} removed "
         f"(at most {made.budget:,} were asked for)"
@@ -129,7 +130,7 @@ def _figures(made: Compressed) -> Iterator[str]:
 
 @contextmanager
 def _listening() -> Iterator[Listener]:
-    """What is said of a compression: a bar on a terminal, plain lines elsewhere."""
+    """Shows progress: a bar on a terminal, plain lines elsewhere."""
     from rankwise.cli.progress import Block, watching
     from rankwise.deploy.compress import Listener
 
@@ -163,7 +164,7 @@ COMPRESS = Command(
     about="Make a model smaller at once, without training.",
     details="""\
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
-model's answers lose; with --calibration outputs are measured on that text, of which some windows are kept
+model's outputs lose; with --calibration outputs are measured on that text, of which some windows are kept
 back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
 better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
 `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.

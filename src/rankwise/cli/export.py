@@ -93,7 +93,7 @@ def add_arguments(parser: Parser) -> None:
     add("--to", type=one_of(*FORMATS), required=True, metavar="FORMAT", help=", ".join(FORMATS))
     add("--int8", action="store_true", help="matrices of 8 bits (onnx and openvino)")
     add("--out", metavar="FOLDER", help="a new folder (default: FOLDER-FORMAT, here)")
-    add("--dense", metavar="FOLDER", help="the model before, to be timed on the same engine")
+    add("--dense", metavar="FOLDER", help="the dense model, to be timed on the same engine")
     add("--batch", type=whole_number, default=2, metavar="N", help="of the example (default: 2; 1 fixes the batch)")
     add("--length", type=whole_number, default=128, metavar="N", help="tokens of the example (default: 128)")
     add("--json", action="store_true", help="print JSON")

@@ -27,7 +27,7 @@ def find_model(target: str, *, weights: bool) -> tuple[nn.Module, list[str]]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python code of that name is around, whose builder was not named."""
+    """Whether there is a Python module of that name: its builder was forgotten."""
     return name.isidentifier() and (Path(f"{name}.py").is_file() or importlib.util.find_spec(name) is not None)
 
 
@@ -40,7 +40,7 @@ def build(target: str) -> nn.Module:
         raise RankwiseError(
             f"MODEL must be `package.module:builder` or `path/to/file.py:builder`, but is {target!r} instead."
         )
-    # what a builder prints is no part of the answer
+    # what a builder prints is not part of the output
     with contextlib.redirect_stdout(sys.stderr):
         module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
         model = _attribute(module, place, name)

@@ -29,7 +29,7 @@ from rankwise.measure import slower_than_dense, time_together
 
 ALL = "all"
 FAST = 2.0
-"""Milliseconds of a call, below which what surrounds the arithmetic decides."""
+"""Milliseconds of a call, below which overhead decides."""
 Variants: TypeAlias = dict[tuple[str, str], nn.Module]
 """Models by name and precision."""
 Call: TypeAlias = Callable[[], object]
@@ -155,18 +155,18 @@ ENGINES: dict[str, Engine] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What is timed."""
+    """Which cases are timed."""
 
     length: int
     """Tokens of a sequence."""
     batches: tuple[int, ...] = (1, 16)
     """Sequences at once."""
     threads: tuple[int | str, ...] = (1, ALL)
-    """Of torch; "all" is one per core."""
+    """Threads of torch; "all" is one per core."""
     engines: tuple[str, ...] = ("torch",)
     repeats: int = 15
     device: str = "cpu"
-    """Or "cuda", where threads do not count."""
+    """"cpu", or "cuda", where threads do not matter."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -207,8 +207,8 @@ def bench(
     Args:
         models: on the CPU; the first is the dense one.
         make_tokens: from batch and length to tokens.
-        peers: models of others, timed by torch in float32 on a CPU.
-        tell: told of every case before it is timed.
+        peers: models of other libraries, timed by torch in float32 on a CPU.
+        tell: called with every case before it is timed.
     """
     peers = peers or {}
     if peers and config.device == "cuda":
@@ -217,7 +217,7 @@ def bench(
     plain, more = _on_cpu(models, peers) if config.device == "cpu" else _on_gpu(models)
     rows = []
     for name in config.engines:
-        # other engines have their own ways to int8
+        # other engines quantize by themselves
         run = plain | more if name == "torch" else plain
         for batch in config.batches:
             tokens_BT = make_tokens(batch, config.length).to(config.device)
@@ -232,7 +232,7 @@ def bench(
 
 
 def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
-    """What every engine runs, and what torch runs besides."""
+    """The models that every engine runs, and those that only torch runs."""
     plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
     more: Variants = {(name, "int8"): int8(model) for name, model in models.items()}
     if can_multiply_bfloat16():
@@ -247,7 +247,7 @@ def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
 
 
 class Autocast(nn.Module):
-    """A model on a GPU with its products in bfloat16, as it is trained."""
+    """A model on a GPU under autocast to bfloat16, as it is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -277,9 +277,9 @@ def _time(
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for every model that is not faster than it must be, and why, where that is known.
+    """One line for every model that is not faster than it should be, and why, where that is known.
 
-    A compact model must be faster than the dense one of the same precision, and a precision faster than float32.
+    A compact model should be faster than the dense one of the same precision, and a precision faster than float32.
     """
     lines = []
     for row in rows:
@@ -295,20 +295,21 @@ def _remark(row: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
         line = slower_than_dense(what, ours["median"], theirs["median"], where=words(row), reason=reason)
         if line is not None:
             return line
-    # faster means: also where one was lucky and the other was not
+    # faster even if one was lucky and the other was not
     if ours["p80"] < theirs["p20"]:
         return None
     faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
     return (
         f"{what} is {faster} than {before['model']} in {before['precision']} "
         f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
-        f"{f', for {reason}' if reason else ''}."
+        f"{f' ({reason})' if reason else ''}."
     )
 
 
 def _befores(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """What a row must be faster than: a compact model than the dense one of its precision; on a CPU also than itself in
-    float32. On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
+    """The rows that a row should be faster than: the dense model of its precision, and on a CPU itself in float32.
+
+    On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
     """
     if row["peer"] or row is case[0]:
         return

@@ -30,6 +30,7 @@ from rankwise.deploy.calibration import (
 from rankwise.deploy.inputs import example_inputs, positions_of
 from rankwise.deploy.save import check_target, save_with
 from rankwise.errors import DataError, RankwiseError, first_line
+from rankwise.latency import size_for
 from rankwise.measure import evaluating, time_together
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress, default_plan
@@ -122,6 +123,7 @@ def compress_folder(
     better of the two stays: ranks by the loss rest on gradients, which say little about large changes.
 
     Args:
+        budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
         calibration: text on which outputs are measured; without it the SVD of the weights.
         layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
@@ -174,8 +176,11 @@ class _Work:
         exclude: Sequence[str],
         listener: Listener,
     ) -> None:
-        self.budget, self.data, self.layout, self.listener = budget, data, layout, listener
+        self.data, self.layout, self.listener = data, layout, listener
         self.plan = default_plan(model, embeddings=embeddings, exclude=exclude)
+        if budget.latency_ms is not None:
+            budget, self.plan = size_for(model, budget, self.plan, _text(model, TIMED_TOKENS), None)
+        self.budget = budget
         self.target = find_target(target, model)
         self.account = account_of(model, self.plan, Svd(layout=layout or self.target.layout), self.target, trained=True)
         budget.resolve(self.account)
@@ -244,12 +249,11 @@ def find_device(device: str, model: nn.Module) -> torch.device:
 
 def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
     """The median time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
-    most = positions_of(model) if hasattr(model, "get_input_embeddings") else None
     device = next(model.parameters()).device
     found: dict[int, float] = {}
-    for number in sorted({length if most is None else min(length, most), 1}, reverse=True):
+    for number in sorted({_readable(model, length), 1}, reverse=True):
         try:
-            inputs = _on(device, example_inputs(model, 1, number))
+            inputs = _text(model, number)
             with torch.inference_mode(), evaluating(model):
                 timing = time_together({"": lambda given=inputs: model(**given)}, repeats=REPEATS, device=device)  # type: ignore[misc]
         # models that read other things than text refuse tokens with errors of many types
@@ -257,6 +261,17 @@ def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
             return {}
         found[number] = timing[""].median
     return found
+
+
+def _readable(model: nn.Module, length: int) -> int:
+    """`length`, or the most tokens that the model reads."""
+    most = positions_of(model) if hasattr(model, "get_input_embeddings") else None
+    return length if most is None else min(length, most)
+
+
+def _text(model: nn.Module, length: int) -> Any:
+    """Inputs of one made-up text, on the model's device."""
+    return _on(next(model.parameters()).device, example_inputs(model, 1, _readable(model, length)))
 
 
 def _on(device: torch.device, value: Any) -> Any:
