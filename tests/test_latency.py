@@ -68,7 +68,7 @@ CALLS = {"pruner": partial(rw.Pruner, anneal_steps=1), "compress": rw.compress}
 @pytest.mark.parametrize("call", CALLS)
 def test_a_time_needs_inputs(call: str) -> None:
     model = Wide(64)
-    with pytest.raises(rw.BudgetError, match=r"in milliseconds \(5\) needs inputs .* Pass `example_inputs`"):
+    with pytest.raises(rw.BudgetError, match=r"in milliseconds \(5\) needs inputs .* Pass `example`"):
         CALLS[call](model, rw.Budget(latency_ms=5))
     assert type(model.layers[0]) is nn.Linear
 
@@ -88,7 +88,7 @@ X = torch.randn(4, 128)
 @pytest.mark.parametrize("call", CALLS)
 def test_the_pruner_and_compress_find_the_size_for_a_time(call: str, inputs: Any) -> None:
     model = Paced(128)
-    made = CALLS[call](model, rw.Budget(latency_ms=22), example_inputs=inputs)
+    made = CALLS[call](model, rw.Budget(latency_ms=22), example=inputs)
     size = rw.count(made) if call == "compress" else made.limit
     assert 8_000 < size <= 22_000 < rw.count(Paced(128))
 

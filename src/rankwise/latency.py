@@ -42,17 +42,17 @@ class LatencyResult:
 
 
 def size_for(
-    model: nn.Module, budget: Budget, plan: P, example_inputs: Any, rank_multiple: int | None
+    model: nn.Module, budget: Budget, plan: P, example: Any, rank_multiple: int | None
 ) -> tuple[Budget, P | Plan]:
     """The budget and the plan as they are; for a budget in milliseconds, the size and the plan that meet it."""
     if budget.latency_ms is None:
         return budget, plan
-    if example_inputs is None:
+    if example is None:
         raise BudgetError(
             f"A budget in milliseconds ({budget.latency_ms:g}) needs inputs to time the model with, but got none. "
-            "Pass `example_inputs`: a batch, as the model is called with it."
+            "Pass `example`: a batch, as the model is called with it."
         )
-    found = meet_latency(model, budget, example_inputs, plan=plan, rank_multiple=rank_multiple or 16)
+    found = meet_latency(model, budget, example, plan=plan, rank_multiple=rank_multiple or 16)
     return found.budget, found.plan
 
 

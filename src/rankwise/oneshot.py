@@ -57,7 +57,7 @@ def compress(
     layout: Literal["pair", "pivot"] | None = None,
     rank_multiple: int | None = None,
     target: str | Target | None = None,
-    example_inputs: Any = None,
+    example: Any = None,
     in_place: bool = False,
     ranks: Literal["global", "even"] = "global",
     progress: Progress | None = None,
@@ -67,29 +67,26 @@ def compress(
     Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
 
     Args:
-        model: stays as it is, unless `in_place` is set.
-        budget: the size of the new model.
         calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
         loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
             cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
-        plan: which matrices are compressed; by default `default_plan`: every linear layer.
-        embeddings: without a `plan`, compress embeddings too, and output layers that are tied to them.
-        layout: how a matrix of low rank is stored: "pair", fast everywhere, or "pivot", smaller, and slower than dense
-            on GPUs and in ONNX Runtime; by default that of `target`.
+        plan: which matrices are compressed; by default every linear layer, and with `embeddings` every embedding.
+        layout: "pair", fast everywhere, or "pivot", smaller, and slower than dense on GPUs and in ONNX Runtime; by
+            default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
-        example_inputs: with Budget(latency_ms=...), a batch on which models are timed, here and now, to find the size;
-            by default the first of `calibration`.
-        in_place: `model` itself becomes small, in little more memory than it takes already.
+        example: a batch of input for `model`, by default the first of `calibration`. With Budget(latency_ms=...) models
+            are timed on it, here and now, to find the size.
+        in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global" as above, or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     batches = None if calibration is None else list(calibration)
     _check(model, budget, batches, loss, ranks, rank_multiple)
-    example_inputs = batches[0] if example_inputs is None and batches else example_inputs
+    example = batches[0] if example is None and batches else example
     plan = plan or default_plan(model, embeddings=embeddings)
-    budget, plan = size_for(model, budget, plan, example_inputs, rank_multiple)
+    budget, plan = size_for(model, budget, plan, example, rank_multiple)
     where = find_target(target, model)
     method = Svd(layout=layout or where.layout)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
@@ -97,11 +94,14 @@ def compress(
     check_weights(model, plan)
     account = account_of(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
-    data = _Data(model if in_place else copied(model), plan, batches, progress)
+    model = model if in_place else copied(model)
+    data = _Data(model, plan, batches, progress)
     if loss is not None and batches:
         data.weigh(_sampled_loss_of(model) if loss == "sampled" else loss, loss_batches)
     _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
-    return data.model if budget.dtype is None else data.model.to(budget.dtype)
+    answer(model)
+    families.changed(model)
+    return model if budget.dtype is None else model.to(budget.dtype)
 
 
 def _check(
@@ -190,8 +190,6 @@ def _shrink_all(data: _Data, account: Account, limit: int, method: Svd | None, d
         if site.name not in chosen.alone:
             _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, dtype)
         data.progress("factors", done, len(sites))
-    answer(model)
-    families.changed(model)
     # less where pivots would have suffered in half precision
     assert count(model) <= account.size([chosen.counts[site.name] for site in sites]) <= limit
 

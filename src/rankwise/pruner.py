@@ -59,7 +59,8 @@ class Pruner:
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the compact model will run, "cuda", "cpu" or "size" (`rankwise.core.targets`); by default the
             device that `model` is on.
-        example_inputs: with Budget(latency_ms=...), a batch on which models are timed, here and now, to find the size.
+        example: a batch of input for `model`. With Budget(latency_ms=...) models are timed on it, here and now, to find
+            the size.
         seed: of the gates' noise, and of random factors.
         process_group: over which gradients of gates are averaged, as those of weights are. None: that of the
             `DistributedDataParallel` through which the model is called; without one, gates learn from their own
@@ -79,7 +80,7 @@ class Pruner:
         calibration: Iterable[Any] | None = None,
         rank_multiple: int | None = None,
         target: str | Target | None = None,
-        example_inputs: Any = None,
+        example: Any = None,
         seed: int = 0,
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
@@ -89,7 +90,7 @@ class Pruner:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for
 
-            budget, plan = size_for(model, budget, plan, example_inputs, rank_multiple)
+            budget, plan = size_for(model, budget, plan, example, rank_multiple)
         ranks = Ranks(process_group)
         self.model = model
         self.budget = budget

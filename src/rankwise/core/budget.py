@@ -170,7 +170,7 @@ class Budget:
     dtype: torch.dtype | None = None
     """With `megabytes`: the export dtype, to which `compact()` casts. Default: the model's own."""
     latency_ms: float | None = None
-    """Milliseconds of one call on this machine; `Pruner` and `compress` find its size, given `example_inputs`."""
+    """Milliseconds of one call on this machine; `Pruner` and `compress` find its size, given an `example`."""
 
     def __post_init__(self) -> None:
         given = {n: v for n in GOALS if (v := getattr(self, n)) is not None}
