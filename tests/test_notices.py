@@ -284,7 +284,7 @@ def test_an_export_below_the_target_is_told(method: str) -> None:
     pruner = gate(build(), method)
     optimizer = adamw(pruner.weight_parameters())
     train(pruner, optimizer.step, 3)
-    target = pruner.controller.target()
+    target = pruner.controller.target_size()
     assert target > pruner.limit
     message = rf"after 3 of 6 steps the target is {target:,} parameters, .* at most {pruner.limit:,}, "
     with pytest.warns(UserWarning, match=message) as told:
@@ -387,7 +387,7 @@ def test_a_pruner_says_where_it_stands() -> None:
     pruner = gate(model)
     optimizer = adamw(pruner.weight_parameters())
     train(pruner, optimizer.step, 2)
-    target = pruner.controller.target()
+    target = pruner.controller.target_size()
     assert repr(pruner) == (
         f"Pruner(flop-l0: {dense:,} -> {pruner.limit:,} parameters (50.0% removed), step 2 of 6, target {target:,})"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
-from rankwise.core.calibrate import output_weights
+from rankwise.core.calibrate import output_fisher
 from rankwise.modules import scale_of
 from tests.adapters.plan_toys import names, reasons
 
@@ -119,7 +119,7 @@ def test_words_weigh_what_an_error_of_their_unscaled_rows_costs(make: Any) -> No
     model = Words(make(), tied=False)
     alike = Words(nn.Embedding(WORDS, WIDTH), tied=False, outside=SCALE)
     alike.load_state_dict(model.state_dict())
-    found, want = (output_weights(each, find_plan(each), [tokens()], cross_entropy) for each in (model, alike))
+    found, want = (output_fisher(each, find_plan(each), [tokens()], cross_entropy) for each in (model, alike))
     torch.testing.assert_close(found["table"], want["table"])
 
 

@@ -18,7 +18,7 @@ from rankwise.cli.app import run
 from rankwise.hf import save_pretrained
 from rankwise.hf.compress import load_model
 from rankwise.methods import make_method
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import plan_for_method, size_account
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -76,7 +76,7 @@ def check(got: Any, model: nn.Module) -> None:
 def megabytes_for(model: nn.Module, removed: float) -> float:
     """The bytes of a size, in the dtypes of the loaded model."""
     method = make_method("fac")
-    storage = account_of(model, planned(model, None, method), method, trained=True).storage
+    storage = size_account(model, plan_for_method(model, None, method), method, trained=True).storage
     assert storage is not None
     return (round(rw.count(model) * (1 - removed)) * storage.itemsize(None) + storage.beside(None)) / 1e6
 

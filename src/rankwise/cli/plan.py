@@ -153,18 +153,18 @@ def look_ahead(
 ) -> Outlook:
     """Plan the model and choose uniform ranks within the budget; changes nothing."""
     from rankwise.adapters.generic import find_plan
-    from rankwise.core.choice import uniform_counts
+    from rankwise.core.allocation import uniform_allocation
     from rankwise.methods.gatings import MagnitudeGates, UniformRanks
     from rankwise.methods.representations import InputFeatures, SingleWeights
-    from rankwise.pruner import account_of, planned
+    from rankwise.pruner import plan_for_method, size_account
 
-    found = planned(model, find_plan(model, include, exclude), method)
-    account = account_of(model, found, method, trained=True)
+    found = plan_for_method(model, find_plan(model, include, exclude), method)
+    account = size_account(model, found, method, trained=True)
     try:
         limit = budget.resolve(account) if budget is not None else None
     except OutOfReachError as error:
         raise OutOfReachError(f"{error} {_fixed(model, found, account.dense)}") from None
-    counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None
+    counts = uniform_allocation(account.curves, limit - account.fixed) if limit is not None else None
     rows = []
     for i, (site, curve) in enumerate(zip(found.sites, account.curves, strict=True)):
         kept = counts[i] if counts is not None else None

@@ -73,7 +73,7 @@ class PruningCallback(TrainerCallback):
         controller = self.pruner.controller
         sizes = {
             "expected_size": round(controller.expected_size()),
-            "target_size": controller.target(),
+            "target_size": controller.target_size(),
             "budget": self.pruner.limit,
         }
         if logs is not None:
@@ -92,5 +92,5 @@ class PruningCallback(TrainerCallback):
         self._forget_best(state)
 
     def _forget_best(self, state: TrainerState) -> None:
-        if self.pruner.controller.target() > self.pruner.limit:
+        if self.pruner.controller.target_size() > self.pruner.limit:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

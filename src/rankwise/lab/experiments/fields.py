@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from rankwise.core.budget import GOALS, Budget
+from rankwise.core.budget import UNITS, Budget
 from rankwise.deploy.architectures import describe_config, from_description
 from rankwise.errors import RankwiseError, nearest
 from rankwise.lab.experiments.arms import AnyExperiment
@@ -229,9 +229,9 @@ def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
         name: _rebuild(getattr(config, name, None), hints[name], value) if isinstance(value, Mapping) else value
         for name, value in tree.items()
     }
-    if kind is Budget and any(changes.get(name) is not None for name in GOALS):
+    if kind is Budget and any(changes.get(name) is not None for name in UNITS):
         # a size that is asked for takes the place of another
-        changes = dict.fromkeys(GOALS) | ({} if "removed" in changes else {"of": "model"}) | changes
+        changes = dict.fromkeys(UNITS) | ({} if "removed" in changes else {"of": "model"}) | changes
     return kind(**changes) if config is None else dataclasses.replace(config, **changes)
 
 

@@ -197,7 +197,7 @@ class Run:
         controller = None if self.pruner is None else self.pruner.controller
         carried = self.states if self.teacher is None else [*self.states, *self.teacher.states]
         shapes = tuple(shape_of(state) for state in carried)
-        replayed = graph.run((shapes, None if controller is None else controller.signature()))
+        replayed = graph.run((shapes, None if controller is None else controller.mask_signature()))
         if not replayed:
             self.gate_grads.clear()
         elif controller is not None:
@@ -216,7 +216,7 @@ class Run:
         if self.config.clip is not None:
             line["gradient_norm"] = norm
         if self.pruner is not None:
-            line["target_size"] = self.pruner.controller.target()
+            line["target_size"] = self.pruner.controller.target_size()
             line["expected_size"] = self.pruner.controller.expected_size()
             line |= gate_histograms(self.pruner, self.config.steps, self.logged - self.config.dense_steps)
         return line
@@ -250,7 +250,7 @@ class Run:
         if self.pruner is None:
             at_size = self.make_pruner is None
         else:
-            at_size = self.pruner.controller.target() <= self.pruner.limit
+            at_size = self.pruner.controller.target_size() <= self.pruner.limit
         if not at_size or not (self.best is None or quality.loss < self.best.loss):
             return False
         self.best = Best(self.step, quality.loss)

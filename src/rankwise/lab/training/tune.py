@@ -155,7 +155,7 @@ def tune(
             if log is not None and (step % config.log_every == 0 or step == num_steps):
                 line = {"step": step, "seconds": time.perf_counter() - began, "loss": float(total) / since}
                 if pruner is not None:
-                    line["target_size"] = pruner.controller.target()
+                    line["target_size"] = pruner.controller.target_size()
                     line["expected_size"] = pruner.controller.expected_size()
                 log(line)
                 total.zero_()

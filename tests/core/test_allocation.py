@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from rankwise.core.allocation import global_allocation, uniform_allocation, value_per_parameter
 from rankwise.core.budget import CostCurve
-from rankwise.core.choice import ranked_counts, uniform_counts, worth
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
 Shape = tuple[int, int, bool]
@@ -71,12 +71,12 @@ aimed_curves = st.lists(aimed(), min_size=1, max_size=6)
 
 @given(aimed_curves, st.integers(0, 300), st.integers(0, 10**6))
 def test_ranked_choice_fits_and_is_full(curves: list[CostCurve], room: int, seed: int) -> None:
-    assert_full(curves, ranked_counts(scores_of(curves, seed), curves, room), room)
+    assert_full(curves, global_allocation(scores_of(curves, seed), curves, room), room)
 
 
 @given(aimed_curves, st.integers(0, 300))
 def test_uniform_choice_fits_and_is_full(curves: list[CostCurve], room: int) -> None:
-    assert_full(curves, uniform_counts(curves, room), room)
+    assert_full(curves, uniform_allocation(curves, room), room)
 
 
 @given(st.lists(aimed(largest=6), min_size=1, max_size=3), st.integers(0, 60), st.integers(0, 10**6))
@@ -85,7 +85,7 @@ def test_of_every_choice_that_fits_none_keeps_all_of_this_one_and_more(
 ) -> None:
     """The oracle: every choice there is."""
     every = [c for c in itertools.product(*map(allowed, curves)) if cost(curves, list(c)) <= room]
-    for counts in (ranked_counts(scores_of(curves, seed), curves, room), uniform_counts(curves, room)):
+    for counts in (global_allocation(scores_of(curves, seed), curves, room), uniform_allocation(curves, room)):
         assert [c for c in every if all(a >= b for a, b in zip(c, counts, strict=True))] == [tuple(counts)]
 
 
@@ -97,7 +97,7 @@ def test_the_cost_of_a_rank_is_that_of_low_rank_or_dense_where_that_does_not_pay
         assert curve(k) == (low_rank(curve, k) if pays else curve.cap)
     assert curve.costs(torch.tensor(ranks)).tolist() == [curve(k) for k in ranks]
     for room in range(curve.cap + 2):
-        assert curve.most(room) == max(k for k in allowed(curve) if curve(k) <= room)
+        assert curve.largest_count(room) == max(k for k in allowed(curve) if curve(k) <= room)
 
 
 @given(st.lists(aimed(), min_size=1, max_size=4), st.integers(0, 300), st.integers(0, 10**6))
@@ -121,7 +121,7 @@ def test_a_step_is_worth_the_mean_of_what_it_buys(curves: list[CostCurve], room:
             counts[i] = end
         else:
             closed.add(i)
-    assert ranked_counts([s.round(decimals=9) for s in scores], curves, room) == counts
+    assert global_allocation([s.round(decimals=9) for s in scores], curves, room) == counts
 
 
 @given(shapes, st.integers(0, 300), st.integers(0, 10**6))
@@ -136,29 +136,29 @@ def test_ranked_choice_is_the_greedy_one(shapes: list[Shape], room: int, seed: i
         step = curves[i](counts[i] + 1) - curves[i](counts[i])
         if cost(curves, counts) + step <= room:
             counts[i] += 1
-    assert ranked_counts(scores, curves, room) == counts
+    assert global_allocation(scores, curves, room) == counts
 
 
 @given(shapes, st.integers(0, 300))
 def test_scores_that_are_not_numbers_come_last(shapes: list[Shape], room: int) -> None:
     curves = curves_of(shapes)
     scores = [torch.full((curve.num_components,), float("nan")) for curve in curves]
-    assert_full(curves, ranked_counts(scores, curves, room), room)
+    assert_full(curves, global_allocation(scores, curves, room), room)
 
 
 def test_equal_matrices_share_equally() -> None:
     curves = [CostCurve(10, 1, 10)] * 4
-    assert uniform_counts(curves, 20) == [5, 5, 5, 5]
-    assert sorted(uniform_counts(curves, 22)) == [5, 5, 6, 6]
+    assert uniform_allocation(curves, 20) == [5, 5, 5, 5]
+    assert sorted(uniform_allocation(curves, 22)) == [5, 5, 6, 6]
 
 
 def test_an_export_may_keep_nothing() -> None:
     curves = [CostCurve(3, 4, 12)]
-    assert ranked_counts([torch.ones(3)], curves, 3) == uniform_counts(curves, 3) == [0]
+    assert global_allocation([torch.ones(3)], curves, 3) == uniform_allocation(curves, 3) == [0]
 
 
 def test_no_matrix_is_a_choice_too() -> None:
-    assert ranked_counts([], [], 10) == uniform_counts([], 10) == []
+    assert global_allocation([], [], 10) == uniform_allocation([], 10) == []
 
 
 def energies(curves: list[CostCurve], seed: int) -> list[torch.Tensor]:
@@ -170,9 +170,11 @@ def energies(curves: list[CostCurve], seed: int) -> list[torch.Tensor]:
 @given(aimed_curves, st.integers(0, 10**6))
 def test_worth_never_rises_and_spends_all_energy(curves: list[CostCurve], seed: int) -> None:
     for curve, energy in zip(curves, energies(curves, seed), strict=True):
-        slopes = worth(energy, curve)
+        slopes = value_per_parameter(energy, curve)
         assert (slopes.diff() <= 1e-12).all()
-        steps = [(curve(end) - curve(start), end) for start, end in itertools.pairwise([0, *curve.stops().tolist()])]
+        steps = [
+            (curve(end) - curve(start), end) for start, end in itertools.pairwise([0, *curve.allowed_counts().tolist()])
+        ]
         assert sum(cost * float(slopes[end - 1]) for cost, end in steps) == pytest.approx(float(energy.sum()))
 
 
@@ -180,7 +182,7 @@ def test_worth_never_rises_and_spends_all_energy(curves: list[CostCurve], seed: 
 def test_no_choice_keeps_more_than_the_one_by_worth(curves: list[CostCurve], seed: int, data: st.DataObject) -> None:
     """The oracle: every choice there is, at the sizes where the last matrix is taken whole steps of worth."""
     energy = energies(curves, seed)
-    scores = [worth(e, c) for e, c in zip(energy, curves, strict=True)]
+    scores = [value_per_parameter(e, c) for e, c in zip(energy, curves, strict=True)]
     assume(any(len(score) for score in scores))
     threshold = data.draw(st.sampled_from(torch.cat(scores).tolist()))
     whole = [int((score >= threshold).sum()) for score in scores]
@@ -191,4 +193,4 @@ def test_no_choice_keeps_more_than_the_one_by_worth(curves: list[CostCurve], see
 
     every = itertools.product(*map(allowed, curves))
     best = max(kept(counts) for counts in every if cost(curves, list(counts)) <= room)
-    assert kept(ranked_counts(scores, curves, room)) == pytest.approx(best)
+    assert kept(global_allocation(scores, curves, room)) == pytest.approx(best)

@@ -1,4 +1,4 @@
-"""Optimizers that were made before the model was gated: they hold the old weights, and train none of the new ones."""
+"""Detects an optimizer that was built before the model was gated: it holds the old weights and trains no new ones."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 
 
-class Replaced:
-    """The weights of a model before it is gated, remembered without being kept alive.
+class StaleOptimizerCheck:
+    """Remembers the weights of a model before it is gated, without keeping them alive.
 
-    Whether a weight is trained shows in no counter: fused optimizers, kernels, CUDA graphs and copies into `.data`
-    leave `_version` as it is, and a learning rate of zero changes no value. So the question is who holds the weights.
+    No counter tells whether a weight is trained: fused optimizers, kernels, CUDA graphs and copies into `.data` leave
+    `_version` as it is, and a learning rate of zero changes no value. So the check looks for who holds the weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
         self._sums: list[Tensor] | None = None
-        """Of the new weights, at the first step."""
+        """The sums of the new weights at the first step."""
 
     def check(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> None:
-        """Refuse the second step if an optimizer holds old weights, none holds a new one, and those have not changed.
+        """Raise at the second step if an optimizer holds old weights, none holds a new one, and none has changed.
 
-        Where that is not so, or nobody holds an old weight any more, nothing is looked at again.
+        Once that is known not to be so, or no old weight is alive, later steps check nothing.
         """
         if not self._before:
             return
@@ -48,7 +48,7 @@ class Replaced:
         if self._sums is None:
             self._sums = _sums(new)
             return
-        # an optimizer that nobody can reach any more may wait for the collector
+        # an optimizer that is no longer referenced may still wait for the garbage collector
         if not (_held(old, new) and gc.collect() >= 0 and (held := _held(old, new)) and _are_equal(self._sums, new)):
             self._before, self._sums = [], None
             return
@@ -65,14 +65,14 @@ class Replaced:
 
 
 def _have_gradients(matrices: Sequence[GatedMatrix]) -> bool:
-    """Whether a backward pass has reached a matrix; the gradients of its weights may be gone already."""
+    """Whether a backward pass has reached a matrix; `zero_grad()` may have cleared its weights, but not z."""
     tensors = (tensor for matrix in matrices for tensor in (*matrix.parameters(), matrix.gate.z))
     return any(tensor is not None and tensor.grad is not None for tensor in tensors)
 
 
 def _held(old: dict[int, str], new: Sequence[nn.Parameter]) -> list[str]:
-    """The names of old weights that optimizers hold; none where an optimizer holds a new weight."""
-    # by its type: asking an object for its class may have effects
+    """The names of old weights that optimizers hold; none if an optimizer holds a new weight."""
+    # `type(each)`, because `isinstance` may run an object's own code
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     held = {id(parameter) for group in groups for parameter in group["params"]}
@@ -80,14 +80,14 @@ def _held(old: dict[int, str], new: Sequence[nn.Parameter]) -> list[str]:
 
 
 def _sums(weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    """What changes with the weights; of sharded ones, with the part of this process."""
+    """The sum of each weight, or of this process's shard of it."""
     parts = (getattr(weight, "_local_tensor", weight).detach() for weight in weights)
     return [part.sum(dtype=torch.float64) for part in parts]
 
 
 def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
     now = _sums(weights)
-    # not a number is as little changed as a number
+    # NaN that stays NaN has not changed
     return len(before) == len(now) and all(
         torch.equal(a.to(b.device).nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True)
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rankwise.core.memory import drop_pages
+from rankwise.core.host_memory import release_mapped_pages
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are let go on Linux alone")
 
@@ -27,7 +27,7 @@ def test_a_tensor_in_a_file_no_longer_takes_memory_and_its_neighbours_are_whole(
     read = load_file(tmp_path / "weights.safetensors")
     assert torch.equal(read["first"], first)
     before = mapped_megabytes()
-    drop_pages(read["first"])
+    release_mapped_pages(read["first"])
     assert mapped_megabytes() < before - 30
     assert torch.equal(read["second"], second)
     # it can still be read, from the file
@@ -37,7 +37,7 @@ def test_a_tensor_in_a_file_no_longer_takes_memory_and_its_neighbours_are_whole(
 def test_other_memory_is_left_alone() -> None:
     weight = torch.randn(2**20)
     want = weight.clone()
-    drop_pages(weight)
-    drop_pages(weight[:3])
-    drop_pages(weight[::2])
+    release_mapped_pages(weight)
+    release_mapped_pages(weight[:3])
+    release_mapped_pages(weight[::2])
     assert torch.equal(weight, want)
