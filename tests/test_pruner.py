@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 
 import pytest
 import torch
@@ -20,6 +22,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the ramp has not ended"),
     pytest.mark.filterwarnings(r"ignore:.*\d% of the prunable parameters must go"),
 ]
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    code = re.search(r"```python\n(.*?)```", inspect.getdoc(rw.Pruner) or "", re.DOTALL)
+    assert code is not None
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+    names = {"rw": rw, "torch": torch, "model": model, "batches": batches, "criterion": F.mse_loss}
+    dense = rw.count(model)
+    exec(code[1], names)
+    assert rw.count(names["small"]) <= 0.2 * dense
 
 
 def test_shared_and_tied_layers_stay_so() -> None:

@@ -145,10 +145,11 @@ class Pruner:
 
     def __repr__(self) -> str:
         controller, removed = self.controller, 1 - self.limit / self.account.dense
-        ramp = f" of {controller.anneal_steps:,}" if controller.anneal_steps else ""
+        is_ramp = self.steps < controller.anneal_steps
+        ramp = f" of {controller.anneal_steps:,}, target size {controller.target_size():,}" if is_ramp else ""
         return (
             f"Pruner({self.method.name}: {self.account.dense:,} -> {self.limit:,} parameters ({removed:.1%} removed), "
-            f"step {self.steps:,}{ramp}, target {controller.target_size():,})"
+            f"step {self.steps:,}{ramp})"
         )
 
     def step(self, grad_scale: float = 1.0) -> None:
@@ -244,9 +245,9 @@ class Pruner:
         target, steps, end = self.controller.target_size(), self.steps, self.controller.anneal_steps
         if steps < end and limit < target:
             warnings.warn(
-                f"the ramp has not ended: after {steps:,} of {end:,} steps the target is {target:,} parameters, and "
-                f"evaluation mode stands there, but this export has at most {limit:,}, for which the gates have not "
-                f"learned yet. Train on, or export `compact(Budget(params={target}))`.",
+                f"the ramp has not ended: after {steps:,} of {end:,} steps the target size is {target:,} parameters, "
+                f"also in evaluation mode, but this export has at most {limit:,}, for which the gates are not trained "
+                f"yet. Train on, or export `compact(Budget(params={target}))`.",
                 stacklevel=3,
             )
 

@@ -133,7 +133,7 @@ class Controller(FixedDtypeModule, ABC):
         """The components of matrix i, from the one to keep longest to the one to drop first."""
 
     def export_values(self, i: int) -> Tensor | None:
-        """The deterministic z of matrix i's components where they are kept; None if it is one."""
+        """The deterministic z by which an export multiplies the components of matrix i; None if it is one."""
         return None
 
     def open_fractions(self) -> list[Tensor] | None:
@@ -279,7 +279,7 @@ class Controller(FixedDtypeModule, ABC):
         """Give each gate its part of a flat z, with the indices of its open components if they are few.
 
         Args:
-            num_open: an upper bound on the open components of each gate; None to count them, for which the host waits.
+            num_open: an upper bound on the open components of each gate; None to count them, which makes the host wait.
             is_binary: z is 0 or 1, and `num_open` is exact.
         """
         self.layout.scatter(z, [gate.z for gate in self.gates if gate.z is not None])

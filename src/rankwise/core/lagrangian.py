@@ -107,7 +107,7 @@ class ExpectedSize:
     """s(alpha), the expected size of all matrices, as a function of the open probabilities of their components.
 
     The value for a matrix is the cost of exporting its expected rank, which is that of the dense matrix if low rank
-    does not pay. The gradient of a component is its cost even then, because a start at full rank would otherwise have
+    is not smaller. The gradient of a component is its cost even then, because a start at full rank would otherwise have
     no gradient. In the pivot layout k components cost k (c - k), and the gradient of each is the mean cost c - k: the
     cost of the last one is zero in a square matrix of full rank, which would again be no gradient.
     """
@@ -115,22 +115,20 @@ class ExpectedSize:
     def __init__(self, curves: Sequence[CostCurve], layout: FlatLayout) -> None:
         self.layout = layout
         self.sizes = torch.tensor(layout.sizes)
-        self.costs = torch.tensor([curve.per_component for curve in curves], dtype=torch.float64)
-        self.caps = torch.tensor([curve.cap for curve in curves], dtype=torch.float64)
-        self.thresholds = torch.tensor([curve.threshold for curve in curves], dtype=torch.float64)
-        self.pivots = torch.tensor([curve.pivot for curve in curves], dtype=torch.float64)
+        rows = [(curve.per_component, curve.cap, curve.threshold, curve.pivot) for curve in curves]
+        self.table = torch.tensor(rows, dtype=torch.float64).view(-1, 4).t()
 
     def __call__(self, open_probability: Tensor) -> Tensor:
         device = open_probability.device
-        self.costs, self.caps, self.pivots = (t.to(device) for t in (self.costs, self.caps, self.pivots))
-        self.sizes, self.thresholds = self.sizes.to(device), self.thresholds.to(device)
+        self.sizes, self.table = self.sizes.to(device), self.table.to(device)
+        per_component, cap, threshold, pivot = self.table
         p = open_probability.double()
         with torch.no_grad():
             ranks = self.layout.sums(p)
-            mean = self.costs - self.pivots * torch.minimum(ranks, self.costs / 2)
-            low_rank = ranks * mean
-            value = torch.where(low_rank >= self.thresholds, self.caps, low_rank).sum()
-            of_component = mean.repeat_interleave(self.sizes, output_size=self.layout.total)
+            mean_cost = per_component - pivot * torch.minimum(ranks, per_component / 2)
+            low_rank = ranks * mean_cost
+            value = torch.where(low_rank >= threshold, cap, low_rank).sum()
+            of_component = mean_cost.repeat_interleave(self.sizes, output_size=self.layout.total)
         uncapped = (of_component * p).sum()
         return uncapped + (value - uncapped).detach()
 

@@ -23,7 +23,7 @@ class Pivots(NamedTuple):
     """Which rows of an O x K matrix span the others, and how."""
 
     places_O: Tensor
-    """Where each row stands in [chosen rows; other rows], both in ascending order."""
+    """The position of each row in [chosen rows; other rows], both in ascending order."""
     chosen_K: Tensor
     coefficients: Tensor
     """(O - K) x K: other rows = coefficients x chosen rows."""
