@@ -286,7 +286,7 @@ def test_an_export_below_the_target_is_told(method: str) -> None:
     train(pruner, optimizer.step, 3)
     target = pruner.controller.target_size()
     assert target > pruner.limit
-    message = rf"after 3 of 6 steps the target is {target:,} parameters, .* at most {pruner.limit:,}, "
+    message = rf"after 3 of 6 steps the target size is {target:,} parameters, .* at most {pruner.limit:,}, "
     with pytest.warns(UserWarning, match=message) as told:
         pruner.compact()
     assert told[0].filename == __file__

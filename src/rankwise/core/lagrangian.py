@@ -116,12 +116,12 @@ class ExpectedSize:
         self.layout = layout
         self.sizes = torch.tensor(layout.sizes)
         rows = [(curve.per_component, curve.cap, curve.threshold, curve.pivot) for curve in curves]
-        self.table = torch.tensor(rows, dtype=torch.float64).view(-1, 4).t()
+        self.table = torch.tensor(rows, dtype=torch.float64).view(-1, 4).t().contiguous()
 
     def __call__(self, open_probability: Tensor) -> Tensor:
         device = open_probability.device
         self.sizes, self.table = self.sizes.to(device), self.table.to(device)
-        per_component, cap, threshold, pivot = self.table
+        per_component, cap, threshold, pivot = self.table.unbind()
         p = open_probability.double()
         with torch.no_grad():
             ranks = self.layout.sums(p)
