@@ -307,7 +307,7 @@ def test_moments_stop_after_the_last_use() -> None:
     assert list(seen.items()) == [("0", 1), ("1", 2), ("4", 1)]
     ran.clear()
     part = type(plan)(plan.sites[:2])
-    stopped = second_moments(model, part, [x], stops=[("1", 2)])
+    stopped = second_moments(model, part, [x], last_calls=[("1", 2)])
     assert ran == []
     whole = second_moments(model, part, [x])
     assert ran == ["end"]

@@ -78,7 +78,7 @@ def megabytes_for(model: nn.Module, removed: float) -> float:
     method = make_method("fac")
     storage = size_account(model, plan_for_method(model, None, method), method, trained=True).storage
     assert storage is not None
-    return (round(rw.count(model) * (1 - removed)) * storage.itemsize(None) + storage.beside(None)) / 1e6
+    return (round(rw.count(model) * (1 - removed)) * storage.itemsize(None) + storage.other_bytes(None)) / 1e6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -346,13 +346,13 @@ def at_the_end_of_the_ramp(open_probability: Tensor) -> nn.Module:
     return model
 
 
-def test_undecided_gates_are_told_at_the_end_of_the_ramp() -> None:
+def test_undecided_gates_warn_at_the_end_of_the_ramp() -> None:
     model = at_the_end_of_the_ramp(torch.tensor([0.99, 0.99, 0.9, 0.5, 0.1, 0.01, 0.01, 0.01]))
     with pytest.warns(UserWarning, match="38% of the gates had not decided .* Raise `anneal_steps` or `gate_lr`."):
         backward(model)
 
 
-def test_decided_gates_need_no_word() -> None:
+def test_decided_gates_do_not_warn() -> None:
     model = at_the_end_of_the_ramp(torch.tensor([0.99, 0.99, 0.99, 0.5, 0.01, 0.01, 0.01, 0.01]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -380,7 +380,7 @@ def test_the_published_recipe_moves_both_multipliers_and_never_commits() -> None
 # settings
 
 
-def test_gates_that_cannot_travel_far_enough_are_told() -> None:
+def test_gates_that_cannot_travel_far_enough_warn() -> None:
     message = r"gates cannot decide: `gate_lr` \(0.1\) times `anneal_steps` \(100\) should be at least 15"
     with pytest.warns(UserWarning, match=message):
         Lagrangian(anneal_steps=100, gate_lr=0.1)
