@@ -20,7 +20,7 @@ from rankwise.adapters.readers import answer
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
 from rankwise.core.compact import compact
 from rankwise.core.controller import Controller
-from rankwise.core.distributed import DistributedGroup
+from rankwise.core.distributed import DistributedGroup, is_wrapper
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, left_out, refusal, source
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Init = Literal["svd", "whitened", "random"]
-WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-"""The packages of modules that hold a list of a model's parameters, and so must be made after the pruner."""
 WARN_LEFT_OUT, WARN_REMOVED = 0.05, 0.95
 """The pruner warns if the plan leaves out this share of the parameters, or this share of the prunable ones must go."""
 
 
 class Pruner:
-    """Prunes a model while it trains, to exactly the size asked for.
+    """Prunes a model while it trains, to the size that you name.
 
     ```python
     pruner = rw.Pruner(model, rw.Budget(removed=0.8), anneal_steps=4_000)  # gates `model` in place
@@ -61,7 +59,9 @@ class Pruner:
     loss and your optimizer stay as they are. During the first `anneal_steps` steps the target size falls from dense to
     the budget, and the gates learn which components to keep. Later steps train the model as it will be exported, which
     repairs what pruning cost. In evaluation mode the model computes what an export at the current target size would.
-    All state is in `model.state_dict()`, so your usual checkpoints resume a run.
+    The exported model is never larger than the budget, and smaller by less than one more component would take.
+
+    All state is in `model.state_dict()`: to resume, make the pruner with the same arguments and load your checkpoint.
 
     Args:
         model: any module. Its planned layers become gated layers, in place.
@@ -349,12 +349,6 @@ def _resolve_method(method: str | Method, target: Target, settings: dict[str, An
     if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
         made = make_method(method, **settings, layout=target.layout)
     return made
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module wraps a model for several devices and holds a list of its parameters."""
-    # FSDP2 makes a subclass of each wrapped module's class
-    return any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__)
 
 
 def check_arguments(

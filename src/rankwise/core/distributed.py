@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     RequestedGroup: TypeAlias = ProcessGroup | Literal[False] | None
 
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""The packages of modules that hold a list of a model's parameters, and so must be made after the pruner."""
 EXACT = 2**24
 """Whole numbers below this are exact in float32."""
 
@@ -139,6 +141,12 @@ class DistributedGroup:
         if event is not None:
             event.synchronize()
         check_same("steps", [int(step) for step in steps])
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module wraps a model for several devices and holds a list of its parameters."""
+    # FSDP2 makes a subclass of each wrapped module's class
+    return any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__)
 
 
 def check_same(name: str, values: Sequence[int]) -> None:
