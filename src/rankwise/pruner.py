@@ -246,8 +246,8 @@ class Pruner:
         if steps < end and limit < target:
             warnings.warn(
                 f"the ramp has not ended: after {steps:,} of {end:,} steps the target size is {target:,} parameters, "
-                f"also in evaluation mode, but this export has at most {limit:,}, for which the gates are not trained "
-                f"yet. Train on, or export `compact(Budget(params={target}))`.",
+                f"also in evaluation mode, but this export has at most {limit:,}, for which the gates have not "
+                f"learned yet. Train on, or export `compact(Budget(params={target}))`.",
                 stacklevel=3,
             )
 
