@@ -27,7 +27,9 @@ from rankwise.deploy.structure import (
     PivotPair,
     Selected,
     computed_of,
+    floating_dtype,
     from_json,
+    is_order,
     layer_of,
     role_of,
     tensors_of,
@@ -159,7 +161,9 @@ def _read_structure(folder: Path, verify: bool = True) -> Saved:
         tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}
         tied = {str(name): str(first) for name, first in entry["tied"].items()}
         computed = (
-            {str(name): _floating(dtype) for name, dtype in entry["computed"].items()} if "computed" in entry else None
+            {str(name): floating_dtype(dtype) for name, dtype in entry["computed"].items()}
+            if "computed" in entry
+            else None
         )
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
         raise _damaged(folder / STRUCTURE, str(error)) from None
@@ -187,13 +191,6 @@ def _check_files(folder: Path, saved: Saved) -> None:
             raise _changed(path, error) from None
         except OSError as error:
             raise _damaged(path, error.strerror or str(error)) from None
-
-
-def _floating(name: object) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
-    return dtype
 
 
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
@@ -392,13 +389,6 @@ def _check_masks(folder: Path, saved: Saved, values: dict[str, Tensor]) -> None:
             kept = values[saved.stored_as(f"{name}.kept" if name else "kept")]
             if kept.dtype is not torch.bool or int(kept.sum()) != layer.kept:
                 raise _damaged(folder / WEIGHTS, f"{name} must keep {layer.kept} inputs, but keeps {int(kept.sum())}")
-
-
-def is_order(places: Tensor) -> bool:
-    """Whether a tensor holds the numbers 0 to n - 1, each once: what `PivotLinear` needs to read its outputs by."""
-    if places.dtype is not torch.int32:
-        return False
-    return torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32, device=places.device))
 
 
 def _place(saved: Saved, slots: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:
