@@ -339,6 +339,6 @@ def is_order(places: Tensor) -> bool:
 
 def floating_dtype(name: object) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.isfloating_dtype_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
     return dtype
