@@ -31,6 +31,7 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "bert-base": lambda: hf.BertModel(hf.BertConfig(**SMALL)),
     "llama-tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
     "llama-bf16": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).to(torch.bfloat16),
+    "gemma": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**DECODER, head_dim=8)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
 }
