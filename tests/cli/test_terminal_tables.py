@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cli_toys import words
+from cli_toys import cache, words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,8 +172,8 @@ def test_every_table_fits_80_columns(
     assert fits(lines)
     assert all(any(cell in line for line in lines) for row in table(record).rows for cell in row)
     assert fits(show("train", "demo", *words(place), "--out", "mine"))
-    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60"))
-    assert fits(show("evaluate", "run", "--split", "test"))
+    assert fits(show("prune", "mine", "--budget.removed", "0.6", *cache(place), "--out", "mine-60"))
+    assert fits(show("evaluate", "run", "--split", "test", *cache(place)))
     shutil.copytree(finished, tmp_path / "copy")
     assert fits(show("bench", "copy", "--repeats", "2", "--length", "8", "--batch", "1", "--threads", "1"))
     assert fits(show("presets", "glue"))
