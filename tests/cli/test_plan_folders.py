@@ -185,4 +185,5 @@ def test_what_is_left_out_is_named_where_a_size_is_out_of_reach(
     plan = answer(capsys, tmp_path / "bert", "--exclude", "word_embeddings")
     (words,) = (each for each in plan["left_out"] if each["name"].endswith("word_embeddings"))
     assert f"The budget must be at least {plan['fixed']:,} parameters" in line
+    assert line.count(words["name"]) == 1
     assert f"Left out of the plan: {words['name']} {words['parameters']:,} ({words['share']:.1%})," in line
