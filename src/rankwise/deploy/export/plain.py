@@ -139,7 +139,7 @@ class PivotHead(nn.Module):
 
     def forward(self, h_BD: Tensor) -> Tensor:
         rest, rank = self.coefficients.shape
-        h_BK, others = h_BD.index_select(-1, self.order_D).split([rank, rest], -1)
+        h_BK, others = torch.split(h_BD.index_select(-1, self.order_D), [rank, rest], -1)
         h_BK = h_BK + others @ self.coefficients if rest else h_BK
         return F.linear(h_BK, self.embedding.weight, self.bias)
 
