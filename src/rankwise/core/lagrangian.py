@@ -4,7 +4,7 @@ Paper: section 4.3 "Augmented Lagrangian Method" and appendix "Optimization deta
 
 Two recipes. "published" is the paper's: both multipliers climb by gradient ascent for as long as training lasts. It
 stalls: the gradient of the penalty at a gate carries sigmoid', which vanishes once the gate is surely open, while the
-multipliers climb only as fast as their learning rate lets them (docs/log.md has the comparison). In "committed", the
+multipliers climb only as fast as their learning rate lets them (docs/log/ has the comparison). In "committed", the
 default, the weight of the quadratic term rises a thousandfold along the ramp: weak at first, so that the loss sorts the
 gates, strong at the end, so that the size is met; the target falls slowly at the end, where a step costs most; alpha
 stays where sigmoid' is alive; and at the end of the ramp the export is chosen and the gates stay there. From then on

@@ -39,7 +39,7 @@ class Svd(Factorized):
         """What each component is worth per parameter; `comparable` says that energies of all sites are in one unit.
 
         Else a component counts by the share of its layer's output, and a layer by the root of its size: counting all
-        alike starves the large ones, counting by size the small ones (docs/log.md).
+        alike starves the large ones, counting by size the small ones (docs/log/).
         """
         if not comparable:
             share = energy_R / energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
