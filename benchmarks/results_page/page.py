@@ -31,7 +31,7 @@ model, and checkpoints are selected on validation text."""
 
 
 def page(found: Results) -> str:
-    """Markdown."""
+    """The page as Markdown."""
     parts = [HEAD]
     for title, about, make in SECTIONS:
         made = make(found)

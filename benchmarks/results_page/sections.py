@@ -30,14 +30,14 @@ def ten_minutes(single: Record, table: Record | None) -> Table:
         "dense base": [Cell(base, 0, None) for base in bases(table, name)],
         "dense control": cells(table, name, "dense"),
         "flop-l0": cells(table, name, "flop-l0-80"),
-        "svd, at once": cells(table, name, "svd-80"),
+        "svd, one-shot": cells(table, name, "svd-80"),
     }
     rows += [(title, *_figures(group)) for title, group in found.items() if group]
     return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
 
 
 def gpu_decoder(record: Record) -> Table:
-    """Milliseconds of a decoder that was compressed at once, and how much faster than dense that is."""
+    """Milliseconds of a decoder that was compressed without training, and its speed relative to dense."""
     cases = [name for name in record["rows"][0] if name not in ("name", "parameters")]
 
     def timed(row: Record, case: str) -> str:
@@ -171,13 +171,13 @@ def clusters(record: Record | None, base: str) -> Table:
     parts: dict[str, list[str]] = {}
     for level in levels:
         matrices = cells(record, base, f"flop-l0-{level}")[0].row["matrices"]
-        for name, (dense, kept) in cluster_books(matrices).items():
+        for name, (dense, kept) in cluster_parameters(matrices).items():
             parts.setdefault(name, [f"{dense:,}"]).append(f"{kept:,} ({kept / dense:.0%})")
     rows = tuple((name, *found) for name, found in parts.items())
     return Table(("", "dense", *(f"{level}% removed" for level in levels)), rows)
 
 
-def cluster_books(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+def cluster_parameters(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
     """(parameters before, after) of each cluster of words, and of everything else together."""
     found: dict[str, tuple[int, int]] = {}
     for name, (dense, kept) in matrices.items():
