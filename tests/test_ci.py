@@ -38,6 +38,6 @@ def test_the_workflow_runs_both_ends() -> None:
     assert job["steps"][-1]["run"] == ".ci/run"
 
 
-@pytest.mark.parametrize("tool", ["mypy", "pytest", "pytest-xdist", "ruff"])
-def test_both_ends_are_checked_by_the_same_tools(tool: str) -> None:
+@pytest.mark.parametrize("tool", ["pytest", "pytest-xdist"])
+def test_both_ends_run_the_same_pytest(tool: str) -> None:
     assert pinned("constraints-oldest.txt", tool) == pinned("constraints.txt", tool)
