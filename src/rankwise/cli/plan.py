@@ -161,7 +161,8 @@ def look_ahead(
     found = planned(model, find_plan(model, include, exclude), method)
     account = account_of(model, found, method, trained=True)
     try:
-        limit = budget.resolve(account) if budget is not None else None
+        # what was left out is said below, with all else that stays
+        limit = budget.resolve(dataclasses.replace(account, left_out="")) if budget is not None else None
     except OutOfReachError as error:
         raise OutOfReachError(f"{error} {_fixed(model, found, account.dense)}") from None
     counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None
