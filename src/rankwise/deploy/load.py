@@ -33,7 +33,7 @@ from rankwise.deploy.structure import (
     tensors_of,
     walk,
 )
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from rankwise.files import FILES, check_file, check_seal, verifies
 from rankwise.modules import embedding, joined
 
@@ -84,7 +84,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     is in the environment). Folders of versions that wrote no checksums load without.
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
-        raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
+        raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
     path = Path(folder)
     saved = _read_structure(path, verify)
     if skeleton is None:
@@ -192,7 +192,7 @@ def _check_files(folder: Path, saved: Saved) -> None:
 def _floating(name: object) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
+        raise InvalidValueError(f"a dtype must be a floating one of torch, but is {name!r}")
     return dtype
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidValueError
 
 RECORD, EXPERIMENT, EXPORT = "record.json", "experiment.json", "export.json"
 MODELS = "rankwise-models"
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("its outermost value is not an object")
+            raise InvalidValueError("its outermost value is not an object")
         return content
     except ValueError as error:
         raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}.") from error
