@@ -129,7 +129,7 @@ def main() -> None:
     ]
     record = {"name": experiment.name, "runs": runs}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record).text())
+    print(table(record).markdown())
     print("seconds per seed:", *(f"{run['wall_seconds']:.0f}" for run in runs))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.errors import RankwiseError, install_extra
+from rankwise.errors import MissingPackageError, RankwiseError, install_extra
 
 if TYPE_CHECKING:
     from rankwise.core.budget import Budget
@@ -131,7 +131,7 @@ def _figures(made: Compressed) -> Iterator[str]:
 @contextmanager
 def _listening() -> Iterator[Listener]:
     """What is said of a compression: a bar on a terminal, plain lines elsewhere."""
-    from rankwise.cli.progress import Block, watching
+    from rankwise.cli.progress import Bar, watching
     from rankwise.deploy.compress import Listener
 
     with watching() as watcher:
@@ -140,7 +140,7 @@ def _listening() -> Iterator[Listener]:
             what, said = "", 0.0
 
             def say(self, text: str) -> None:
-                if isinstance(watcher, Block):
+                if isinstance(watcher, Bar):
                     watcher.console.print(text, markup=False, highlight=False)
                 else:
                     print(text, file=sys.stderr, flush=True)
@@ -151,7 +151,7 @@ def _listening() -> Iterator[Listener]:
                     watcher.begin(0, total)
                     self.what, self.said = what, time.monotonic()
                 watcher.advance(done)
-                if not isinstance(watcher, Block) and time.monotonic() - self.said > PATIENCE_SECONDS:
+                if not isinstance(watcher, Bar) and time.monotonic() - self.said > PATIENCE_SECONDS:
                     self.say(f"  {done} of {total}")
                     self.said = time.monotonic()
 
@@ -164,7 +164,7 @@ def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[st
 
         from rankwise.hf.compress import compress_pretrained
     except ImportError:
-        raise ImportError(
+        raise MissingPackageError(
             f"`rankwise compress` needs transformers, which is not installed. {install_extra('hf')}"
         ) from None
     if not sys.stderr.isatty():

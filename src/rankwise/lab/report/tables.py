@@ -37,15 +37,14 @@ class Table:
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
-    def text(self) -> str:
-        """Words to the left, numbers to the right."""
-        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
-        lines = []
-        for row in (self.columns, *self.rows):
-            first, *rest = zip(row, widths, strict=True)
-            cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self.notes])
+
+def row_table(row: Mapping[str, Any]) -> Table:
+    """The table of a single model: its size, and its quality on both splits."""
+    shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
+    figures = [(split, measure) for split in SPLITS for measure in _measures(row[split])]
+    columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES[m]}" for s, m in figures))
+    cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
+    return Table(columns, ((row["name"], f"{row['parameters']:,}", *cells),))
 
 
 def table(record: Mapping[str, Any]) -> Table:
