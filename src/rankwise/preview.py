@@ -6,7 +6,7 @@ Everything is computed from shapes, so a model on the meta device will do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -70,7 +70,8 @@ def preview(
     plan = planned(model, find_plan(model, include, exclude), method)
     account = account_of(model, plan, method, trained=True)
     try:
-        limit = budget.resolve(account) if budget is not None else None
+        # `_what_is_fixed` names what is left out, with all else that stays
+        limit = budget.resolve(replace(account, left_out="")) if budget is not None else None
     except OutOfReachError as error:
         raise OutOfReachError(f"{error} {_what_is_fixed(model, plan, account.dense)}") from None
     counts = uniform_counts(account.curves, limit - account.fixed) if limit is not None else None

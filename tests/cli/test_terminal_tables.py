@@ -21,7 +21,7 @@ from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.tables import LEAST
 from rankwise.lab.experiments.presets import PRESETS
 from rankwise.lab.report.tables import table
-from tests.cli.cli_toys import words
+from tests.cli.cli_toys import cache, words
 
 WIDTHS = [20, 40, 72, 80, 100, 140]
 
@@ -183,8 +183,8 @@ def test_every_table_fits_80_columns(
     assert fits(lines)
     assert all(any(cell in line for line in lines) for row in table(record).rows for cell in row)
     assert fits(show("train", "demo", *words(place), "--out", "mine"))
-    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60"))
-    assert fits(show("evaluate", "run", "--split", "test"))
+    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60", *cache(place)))
+    assert fits(show("evaluate", "run", "--split", "test", *cache(place)))
     shutil.copytree(finished, tmp_path / "copy")
     assert fits(show("bench", "copy", "--repeats", "2", "--length", "8", "--batch", "1", "--threads", "1"))
     assert fits(show("presets", "glue"))

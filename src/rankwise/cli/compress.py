@@ -107,8 +107,10 @@ def compress(options: Options) -> None:
         else:
             made = _compress_pretrained(options.model, Budget(**given), options.out, settings)
     if options.json:
-        print(json.dumps({"folder": options.out, **dataclasses.asdict(made)}, indent=1))
+        print(json.dumps({"folder": options.out, **dataclasses.asdict(made), "remarks": made.remarks()}, indent=1))
     else:
+        for line in made.remarks():
+            print(line, file=sys.stderr)
         print(f"{options.out}: {'; '.join(_figures(made))}")
 
 
