@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankwise.cli.command import Command, Options, Parser, UsageError, listed, one_of, whole_number
+from rankwise.cli.command import Command, Options, Parser, UsageError, listed, one_of
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import print_table, say
 
@@ -74,24 +74,29 @@ def _threads(text: str) -> int | str:
 
 def _arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="the folder of a run, of one of its models, or of a saved model")
-    add("--batch", type=listed(whole_number), default=[1, 16], metavar="NUMBERS", help="with commas (default: 1,16)")
-    add("--threads", type=listed(_threads), default=[1, "all"], metavar="NUMBERS", help="with commas (default: 1,all)")
+    add("target", metavar="FOLDER", help="The folder of a run, of one of its models, or of a saved model.")
+    add("--batch", type=listed(int), default=[1, 16], metavar="NUMBERS", help="Batch sizes with commas. Default: 1,16.")
+    add(
+        "--threads",
+        type=listed(_threads),
+        default=[1, "all"],
+        metavar="NUMBERS",
+        help="Threads. Default: 1,all.",
+    )
     add(
         "--length",
-        type=whole_number,
+        type=int,
         metavar="N",
-        help="tokens of a sequence (default: as in training, or 256 at most)",
+        help="Tokens of a sequence. Default: as in training, or 256 at most.",
     )
-    add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
-    add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
-    add("--device", type=one_of("cpu", "cuda"), default="cpu", metavar="DEVICE", help="cpu (default) or cuda")
-    add("--json", action="store_true", help="print JSON")
+    add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="Engines with commas. Default: torch.")
+    add("--repeats", type=int, default=15, metavar="N", help="Calls of each model. Default: 15.")
+    add("--device", type=one_of("cpu", "cuda"), default="cpu", metavar="DEVICE", help="cpu or cuda. Default: cpu.")
+    add("--json", action="store_true", help="Print JSON.")
 
 
 BENCH = Command(
     name="bench",
-    usage="FOLDER [--batch NUMBERS] [--threads NUMBERS | --device cuda] [--length N] [--engines NAMES] [--json]",
     about="Time the dense, the compact and the int8 models of a folder on this machine.",
     details=f"""\
 Models take turns, so that a busy moment of the machine slows them all. A compact model that is not faster gets a line

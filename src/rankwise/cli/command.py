@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +18,8 @@ T = TypeVar("T")
 HELP = ("-h", "--help")
 Options = SimpleNamespace
 """The values of a command's arguments by name. `given` holds its settings, as pairs of name and text or None."""
+RULES: dict[Any, str] = {int: "a whole number", float: "a number"}
+"""What errors call the types of arguments."""
 
 
 class UsageError(RankwiseError):
@@ -30,8 +31,6 @@ class Command:
     """`rankwise NAME`."""
 
     name: str
-    usage: str
-    """The arguments in short, for the first line of the help."""
     about: str
     """One sentence, for the list of commands."""
     details: str
@@ -57,12 +56,19 @@ class Argument:
     required: bool = False
 
     @property
+    def label(self) -> str:
+        """How the help writes it: `--out FOLDER`, or `FOLDER` where it has no name."""
+        return f"{self.name} {self.metavar}".strip() if self.name.startswith("-") else self.metavar
+
+    @property
     def key(self) -> str:
+        """Its attribute in `Options`."""
         return self.name.lstrip("-").replace("-", "_")
 
     def read(self, text: str) -> Any:
+        """The value that `text` stands for."""
         try:
-            return self.type(text)
+            return convert(self.type, text)
         except UsageError as error:
             raise UsageError(f"`{self.name}` {error}") from None
 
@@ -145,15 +151,21 @@ class Parser:
 
     def help(self) -> str:
         """How the command is used, what it does, and its arguments."""
-        bound = re.sub(r"\[[^]]*\]", lambda group: group[0].replace(" ", "\0"), self.command.usage)
-        usage = wrapped(f"usage: {self.prog} {bound}", indent=" " * len("usage: ")).replace("\0", " ")
-        parts = [usage, wrapped(self.command.about), *map(_paragraph, self.command.details.split("\n\n"))]
-        shown = [self.positional] if self.positional is not None else []
-        arguments = [
-            (argument.metavar if argument is self.positional else f"{argument.name} {argument.metavar}", argument.help)
-            for argument in (*shown, *self.options.values())
-        ]
-        return "\n\n".join([*parts, "\n".join(["arguments:", *_entries(arguments, 26)])])
+        parts = [self._usage(), wrapped(self.command.about), *map(_paragraph, self.command.details.split("\n\n"))]
+        arguments = [self.positional] if self.positional is not None else []
+        entries = [(argument.label, argument.help) for argument in (*arguments, *self.options.values())]
+        return "\n\n".join([*parts, "\n".join(["arguments:", *_entries(entries, 26)])])
+
+    def _usage(self) -> str:
+        """All arguments in short; each stays on one line."""
+        arguments = [(argument.required, argument.label) for argument in self.options.values()]
+        if self.positional is not None:
+            several = " ..." if self.positional.nargs in ("*", "+") else ""
+            arguments.insert(0, (self.positional.nargs in ("", "+"), self.positional.label + several))
+        if self.command.experiment is not None:
+            arguments.append((False, "--SETTING VALUE ..."))
+        words = [(label if required else f"[{label}]").replace(" ", "\0") for required, label in arguments]
+        return wrapped(f"usage: {self.prog} {' '.join(words)}", indent=" " * len("usage: ")).replace("\0", " ")
 
 
 def _next_value(words: list[str]) -> str | None:
@@ -223,7 +235,7 @@ def _settings_help(experiment: AnyExperiment) -> str:
 def _entries(pairs: Sequence[tuple[str, str]], indent: int) -> Iterator[str]:
     """Names and what they mean in two columns; a long name has a line of its own."""
     for name, about in pairs:
-        left = f"  {name.strip()}"
+        left = f"  {name}"
         beside = len(left) + 2 <= indent
         if not beside:
             yield left
@@ -243,25 +255,16 @@ def _no_such_option(name: str, known: Sequence[str] | dict[str, Argument]) -> Us
     return UsageError(f"There is no option `{name}` here.{nearest(name, known)}")
 
 
-def number(text: str) -> float:
-    """Read an argument that is a number."""
-    return _read(float, text, "a number")
-
-
-def whole_number(text: str) -> int:
-    """Read an argument that is a whole number."""
-    return _read(int, text, "a whole number")
-
-
-def _read(kind: Callable[[str], T], text: str, rule: str) -> T:
+def convert(kind: Callable[[str], T], text: str) -> T:
+    """The value that a text stands for; `kind` is a type, or a function that raises `UsageError`."""
     try:
         return kind(text)
     except ValueError:
-        raise UsageError(f"must be {rule}, but is {text!r} instead.") from None
+        raise UsageError(f"must be {RULES[kind]}, but is {text!r} instead.") from None
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Read an argument that is one of a few words."""
+    """The type of an argument that is one of a few words."""
 
     def read(text: str) -> str:
         if text not in words:
@@ -272,10 +275,10 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Read an argument that is a list with commas."""
+    """The type of an argument that is a list with commas."""
 
     def read(text: str) -> list[Any]:
-        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+        values = [convert(kind, part.strip()) for part in text.split(",") if part.strip()]
         if not values:
             raise UsageError(f"must be a list with commas, but is {text!r} instead.")
         return values

@@ -8,7 +8,7 @@ import re
 from math import prod
 from typing import TYPE_CHECKING
 
-from rankwise.cli.command import Command, Options, Parser, UsageError, number, one_of, whole_number
+from rankwise.cli.command import Command, Options, Parser, UsageError, one_of
 from rankwise.cli.tables import print_table, say
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WORDS = ("name", "shape", "kind", "total", "left out", "why")
 """Columns that hold words; the others hold numbers, which stand to the right."""
+METHODS = "dense, fac, np-l0, agp, flop-agp, flop-l0 or svd"
 SIZES = ("removed", "params", "megabytes", "latency_ms")
 
 
@@ -29,19 +30,22 @@ def add_arguments(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         help="`package.module:builder` or `path/to/file.py:builder`; or a folder of transformers, of a run or of "
-        "`rankwise.save`; or a name on the hub",
+        "`rankwise.save`; or a name on the hub.",
     )
-    add("--removed", type=number, metavar="FRACTION", help="budget: fraction of the parameters to remove")
-    add("--of", type=one_of("model", "prunable"), metavar="WHAT", help="--removed is of the model or prunable")
-    add("--params", type=whole_number, metavar="N", help="budget: parameters of the exported model")
-    add("--megabytes", type=number, metavar="N", help="budget: 10^6 bytes of saved tensors")
-    add("--latency-ms", type=number, metavar="N", help="budget: milliseconds for 1 x 128 tokens, timed on this machine")
+    add("--removed", type=float, metavar="FRACTION", help="Budget: the fraction of the parameters to remove.")
     add(
-        "--method", default="flop-l0", metavar="NAME", help="dense, fac, np-l0, agp, flop-agp, flop-l0 (default) or svd"
+        "--of",
+        type=one_of("model", "prunable"),
+        metavar="WHAT",
+        help="--removed is of the model or of its prunable part.",
     )
-    add("--include", action="append", metavar="NAME", help="plan only modules of this name; repeatable")
-    add("--exclude", action="append", default=[], metavar="NAME", help="leave out modules of this name; repeatable")
-    add("--json", action="store_true", help="print JSON")
+    add("--params", type=int, metavar="N", help="Budget: the parameters of the exported model.")
+    add("--megabytes", type=float, metavar="N", help="Budget: the saved tensors in units of 10^6 bytes.")
+    add("--latency-ms", type=float, metavar="N", help="Budget: milliseconds for 1 x 128 tokens, timed here.")
+    add("--method", default="flop-l0", metavar="NAME", help=f"{METHODS}. Default: flop-l0.")
+    add("--include", action="append", metavar="NAME", help="Plan only modules of this name. Repeatable.")
+    add("--exclude", action="append", default=[], metavar="NAME", help="Leave out modules of this name. Repeatable.")
+    add("--json", action="store_true", help="Print JSON.")
 
 
 def plan(options: Options) -> None:
@@ -76,11 +80,12 @@ def _budget(options: Options) -> Budget | None:
 
 
 def _method(name: str) -> Method:
-    from rankwise.methods import METHODS, make_method
+    from rankwise import methods
 
-    known = {field.name for field in dataclasses.fields(METHODS[name])} if name in METHODS else set()
+    known = methods.METHODS.get(name)
+    has_ramp = known is not None and "anneal_steps" in [field.name for field in dataclasses.fields(known)]
     # nothing is trained here, so any number of steps will do
-    return make_method(name, **({"anneal_steps": 1_000} if "anneal_steps" in known else {}))
+    return methods.make_method(name, **({"anneal_steps": 1_000} if has_ramp else {}))
 
 
 def _fast_enough(
@@ -165,7 +170,6 @@ def _cells(name: str, matrix: Matrix) -> list[str]:
 
 PLAN = Command(
     name="plan",
-    usage="MODEL [--removed FRACTION | --params N | --megabytes N | --latency-ms N] [--method NAME] ...",
     about="Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.",
     details="""\
 Nothing is trained or changed. Of a folder or a name on the hub, only the configuration is read. Layers whose names

@@ -73,19 +73,23 @@ def _title(entry: Mapping[str, Any]) -> str:
 
 def _report_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("folders", metavar="FOLDER", nargs="+", help="the folder of a run, a sweep, a pruned model, or of records")
-    add("--json", action="store_true", help="print a list of the records as JSON")
-    add("--markdown", action="store_true", help="print tables for a Markdown file")
+    add(
+        "folders",
+        metavar="FOLDER",
+        nargs="+",
+        help="The folder of a run, of a sweep, of a pruned model or of records.",
+    )
+    add("--json", action="store_true", help="Print a list of the records as JSON.")
+    add("--markdown", action="store_true", help="Print tables for a Markdown file.")
 
 
 def _presets_arguments(parser: Parser) -> None:
-    parser.add_argument("filters", metavar="FILTER", nargs="*", help="show only names that contain all of these")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("filters", metavar="FILTER", nargs="*", help="Show only names that contain all of these.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 REPORT = Command(
     name="report",
-    usage="FOLDER ... [--json | --markdown]",
     about="Show the tables of finished runs and sweeps again.",
     details="""\
 Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each. Files that hold
@@ -98,7 +102,6 @@ example: rankwise report runs/mine/base runs/mine-70 runs/mine-np""",
 )
 PRESETS = Command(
     name="presets",
-    usage="[FILTER ...] [--json]",
     about="List the presets, their sizes and what they need.",
     details="""\
 Sizes are in parameters: those of the dense model, and those of the exported one. Downloads are kept for the next run.

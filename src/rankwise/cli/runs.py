@@ -18,9 +18,7 @@ from rankwise.cli.command import (
     UsageError,
     configured,
     listed,
-    number,
     refuse_settings,
-    whole_number,
 )
 from rankwise.cli.report import show
 from rankwise.lab.report.tables import row_table, table
@@ -184,27 +182,26 @@ def _arguments(
         add = parser.add_argument
         add("target", metavar=metavar, nargs=nargs, help=about)
         if sweeps:
-            preset = "(default: as in the preset)"
-            add("--methods", type=listed(str), metavar="NAMES", help=f"with commas: flop-l0,fac {preset}")
-            add("--removed", type=listed(number), metavar="FRACTIONS", help=f"with commas: 0.7,0.8 {preset}")
-            add("--seeds", type=listed(whole_number), metavar="NUMBERS", help=f"with commas: 0,1,2 {preset}")
-        add("--out", metavar="FOLDER", help=f"where everything is written (default: {out})")
-        trackers = "trackers that Accelerate knows, with commas, such as tensorboard"
+            preset = "Default: as in the preset."
+            add("--methods", type=listed(str), metavar="NAMES", help=f"Methods with commas: flop-l0,fac. {preset}")
+            add("--removed", type=listed(float), metavar="FRACTIONS", help=f"Sizes with commas: 0.7,0.8. {preset}")
+            add("--seeds", type=listed(int), metavar="NUMBERS", help=f"Seeds with commas: 0,1,2. {preset}")
+        add("--out", metavar="FOLDER", help=f"Where everything is written. Default: {out}.")
+        trackers = "Trackers that Accelerate knows, with commas, such as tensorboard."
         add("--trackers", type=listed(str), default=[], metavar="NAMES", help=trackers)
-        add("--json", action="store_true", help="print the record as JSON")
+        add("--json", action="store_true", help="Print the record as JSON.")
 
     return add_arguments
 
 
 RUN = Command(
     name="run",
-    usage="[PRESET] [--out FOLDER] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Train, prune, compact, evaluate, time and report in one go.",
     details=SETTINGS.format(how="`rankwise run PRESET --help`")
     + "\n\nexample: rankwise run demo --budget.removed 0.9 --both.steps 300 --out runs/smaller",
     arguments=_arguments(
         "PRESET",
-        f"see `rankwise presets` (default: {DEMO})",
+        f"A name that `rankwise presets` lists. Default: {DEMO}.",
         "runs/PRESET, with GLUE runs/PRESET-TASK",
         nargs="?",
     ),
@@ -213,33 +210,33 @@ RUN = Command(
 )
 TRAIN = Command(
     name="train",
-    usage="PRESET [--out FOLDER] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Train the dense model of a preset, to be pruned later.",
     details=SETTINGS.format(how="`rankwise train PRESET --help`") + "\n\nexample: rankwise train demo --out runs/mine",
-    arguments=_arguments("PRESET", "see `rankwise presets`", "runs/PRESET"),
+    arguments=_arguments("PRESET", "A name that `rankwise presets` lists.", "runs/PRESET"),
     run=train,
     experiment=of_preset,
 )
 PRUNE = Command(
     name="prune",
-    usage="BASE [--out FOLDER] [--method NAME] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Prune a dense model that was trained before.",
     details=SETTINGS.format(how="`rankwise prune BASE --help`")
     + "\nIts text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by "
     "--corpus.name FILE.\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
-    arguments=_arguments("BASE", "the folder that `rankwise train` wrote to", "runs/PRESET-METHOD"),
+    arguments=_arguments("BASE", "The folder that `rankwise train` wrote to.", "runs/PRESET-METHOD"),
     run=prune,
     experiment=of_base,
 )
 SWEEP = Command(
     name="sweep",
-    usage="PRESET [--methods NAMES] [--removed FRACTIONS] [--seeds NUMBERS] [--out FOLDER] [--SETTING VALUE ...]",
     about="Run many methods, sizes and seeds that share their dense models.",
     details=SETTINGS.format(how="`rankwise sweep PRESET --help`")
     + "\nWith every seed of a language model, a dense control is trained that the others are compared with."
     "\n\nexample: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2",
     arguments=_arguments(
-        "PRESET", "see `rankwise presets`", "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep", sweeps=True
+        "PRESET",
+        "A name that `rankwise presets` lists.",
+        "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep",
+        sweeps=True,
     ),
     run=sweep,
     experiment=of_preset,

@@ -11,10 +11,8 @@ from rankwise.cli.command import (
     Options,
     Parser,
     configured,
-    number,
     one_of,
     refuse_settings,
-    whole_number,
 )
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import say
@@ -74,24 +72,23 @@ def sample(options: Options) -> None:
 
 def _evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="the folder of a run, or of one of its models")
-    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid (default) or test")
-    add("--json", action="store_true", help="print JSON")
+    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
+    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid, the default, or test.")
+    add("--json", action="store_true", help="Print JSON.")
 
 
 def _sample_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="the folder of a run, or of one of its models")
-    add("--prompt", metavar="TEXT", help=f"what the text begins with (default: {PROMPT!r}, if it can be written)")
-    add("--length", type=whole_number, default=500, metavar="N", help="tokens to draw (default: 500)")
-    add("--temperature", type=number, default=0.8, metavar="T", help="0 takes the likeliest (default: 0.8)")
-    add("--top-k", type=whole_number, metavar="K", help="draw from the K likeliest tokens only")
-    add("--seed", type=whole_number, default=0, metavar="N", help="another number gives another text (default: 0)")
+    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
+    add("--prompt", metavar="TEXT", help=f"What the text begins with. Default: {PROMPT!r}, if the model can write it.")
+    add("--length", type=int, default=500, metavar="N", help="Tokens to draw. Default: 500.")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest token. Default: 0.8.")
+    add("--top-k", type=int, metavar="K", help="Draw only from the K likeliest tokens.")
+    add("--seed", type=int, default=0, metavar="N", help="Another number gives another text. Default: 0.")
 
 
 EVALUATE = Command(
     name="evaluate",
-    usage="FOLDER [--split valid|test] [--corpus.SETTING VALUE ...] [--json]",
     about="Measure how well a model of a run predicts a text.",
     details=f"""\
 The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
@@ -106,7 +103,6 @@ example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
 )
 SAMPLE = Command(
     name="sample",
-    usage="FOLDER [--prompt TEXT] [--length N] [--temperature T] [--top-k K] [--seed N]",
     about="Let a model of a run write text.",
     details=f"example: rankwise sample {RUNS}/demo --prompt 'The function ' --temperature 0.7",
     arguments=_sample_arguments,

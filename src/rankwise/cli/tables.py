@@ -75,21 +75,22 @@ def tables(
 ) -> Iterator[Table]:
     """The table, or several with some of its columns each. They are wider than `width` only where a single cell is."""
     found = [Column.of(name, cells, words=name in words) for name, *cells in zip(header, *rows, strict=True)]
-    folded = [replace(column, width=column.folded) for column in found]
-    for layout in (found, folded, _narrowed(folded, width)):
+    # headers are folded before words are wrapped
+    for narrowest in ("folded", "least"):
         for gap in GAPS:
+            layout = _narrowed(found, width, gap, narrowest)
             if _total(layout, gap) <= width:
                 yield _drawn(layout, gap, rule)
                 return
     first, *others = (replace(column, width=column.least) for column in found)
     # the first column says what a row is, and stands in every table
-    group = [folded[0] if folded[0].width <= width / 2 else first]
+    group = [replace(first, width=first.folded) if first.folded <= width / 2 else first]
     for column in others:
         if len(group) > 1 and _total([*group, column], GAPS[0]) > width:
-            yield _drawn(_narrowed(group, width), GAPS[0], rule)
+            yield _drawn(_narrowed(group, width, GAPS[0], "least"), GAPS[0], rule)
             del group[1:]
         group.append(column)
-    yield _drawn(_narrowed(group, width), GAPS[0], rule)
+    yield _drawn(_narrowed(group, width, GAPS[0], "least"), GAPS[0], rule)
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,11 @@ def _total(columns: Sequence[Column], gap: int) -> int:
     return sum(column.width for column in columns) + gap * (len(columns) - 1)
 
 
-def _narrowed(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns with the widest ones as narrow as they must be."""
+def _narrowed(columns: Sequence[Column], width: int, gap: int, narrowest: str) -> list[Column]:
+    """The columns, the widest ones made narrower until all fit; no column gets narrower than its `narrowest` says."""
     found = list(columns)
-    while _total(found, GAPS[0]) > width:
-        wide = [i for i, column in enumerate(found) if column.width > column.least]
+    while _total(found, gap) > width:
+        wide = [i for i, column in enumerate(found) if column.width > getattr(column, narrowest)]
         if not wide:
             break
         widest = max(wide, key=lambda i: found[i].width)

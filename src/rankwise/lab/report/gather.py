@@ -1,4 +1,4 @@
-"""What the paths given to `rankwise report` hold: records of runs, and models that were pruned one by one."""
+"""The records that `rankwise report` shows: of runs, of sweeps, and of models that were pruned one by one."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rankwise.errors import CheckpointError, InvalidValueError
 
 RECORD, EXPERIMENT, EXPORT = "record.json", "experiment.json", "export.json"
 MODELS = "rankwise-models"
-"""Format of a record of models that were pruned one by one."""
+"""The format of a record of models that were pruned one by one."""
 FORMATS = ("rankwise-experiment", "rankwise-sweep", MODELS)
-"""Formats of records that have a table."""
+"""The formats of records that have a table."""
 REMEDY = "Give a folder that `rankwise run`, `sweep` or `prune` wrote to; where it was stopped, run it again."
 
 
 def gather(paths: Sequence[Path]) -> dict[str, Any]:
-    """Records by title: of runs and sweeps, of files that hold one, and one for all models pruned one by one."""
+    """The records that these paths hold, by title. Models that were pruned one by one share a record."""
     found: dict[str, Any] = {}
     models = [path for path in paths if _is_model(path)]
     for path in paths:
         if path not in models:
             found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
     if models:
-        found[", ".join(map(str, models))] = together(models)
+        found[", ".join(map(str, models))] = _record_of_models(models)
     return found
 
 
-def together(folders: Sequence[Path]) -> dict[str, Any]:
-    """Models that were pruned one by one, as the rows of one record; the dense ones first."""
+def _record_of_models(folders: Sequence[Path]) -> dict[str, Any]:
+    """A record whose rows are models that were pruned one by one, the dense ones first."""
     found = {folder: json.loads((folder / EXPORT).read_bytes()) for folder in folders}
     texts = {folder: export["of"].get("corpus") for folder, export in found.items()}
     for folder, text in texts.items():

@@ -1,4 +1,4 @@
-"""The table of a run or a sweep: size, quality, what was lost against the dense control, speed."""
+"""The table of a run or a sweep: size, quality, loss of quality against the dense control, and speed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ MEASURES = {
     "pearson": "Pearson",
     "accuracy": "accuracy",
 }
-"""The first that a row has is compared with the dense model's."""
+"""The measures of quality. The first that a row has is compared with the dense model's."""
 SPLITS = ("valid", "test")
 SHARES = {"removed": "removed", "removed_of_prunable": "of prunable"}
 """What was removed, as a share of the model and of its prunable part."""
 CONTROL = "dense"
-"""The row that others are compared with. That of a language model's base is called otherwise: it trained for less."""
+"""The row that others are compared with. The base has another name, because it was trained for fewer steps."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows of text."""
+    """The text of a table, for Markdown and for the terminal."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
+        """The table as Markdown, with its notes below."""
         lines = ["| " + " | ".join(self.columns) + " |", "|---" * len(self.columns) + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
@@ -48,7 +49,7 @@ def row_table(row: Mapping[str, Any]) -> Table:
 
 
 def table(record: Mapping[str, Any]) -> Table:
-    """Of a run, or of a sweep: there, means over seeds with their spread."""
+    """The table of a run, or of a sweep, which has means over seeds and their spread."""
     runs = record.get("runs", [record])
     measures = _measures(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
@@ -82,7 +83,7 @@ def table(record: Mapping[str, Any]) -> Table:
 
 
 def _asks_of_prunable(run: Mapping[str, Any]) -> bool:
-    """Whether a run's size is a share of the prunable part, and that part not all of the model."""
+    """Whether the budget is a share of the prunable part, and that part is not all of the model."""
     budget = (run.get("experiment") or {}).get("budget") or {}
     return budget.get("of") == "prunable" and any(len({row[share] for share in SHARES}) > 1 for row in run["rows"])
 
@@ -99,7 +100,7 @@ def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def _lost(
     runs: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any] | None], name: str, measure: str
 ) -> list[float]:
-    """What a method's test figure is above that of the dense control of the same seed."""
+    """By how much the test measure of a method exceeds that of the dense control of the same seed."""
     losses = []
     for run, control in zip(runs, dense, strict=True):
         for row in run["rows"]:
