@@ -89,7 +89,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (["run", "demo", "--budget.removed", "80"], "but is 80.0 instead. Did you mean removed=0.8?"),
         (["run", "demo", "--out"], "`--out` needs a value."),
         (["run", "demo", "--json=yes"], "`--json` takes no value, but has 'yes'."),
-        (["export", "nowhere"], "`rankwise export` needs --to. See `rankwise export --help`."),
+        (["export", "nowhere"], "`rankwise export` needs --to FORMAT. See `rankwise export --help`."),
         (["sample", "-x"], "There is no option `-x` here."),
         (["train"], "`rankwise train` needs PRESET. See `rankwise train --help`."),
         (["prune", "nowhere"], "A run's folder must hold experiment.json, but nowhere does not."),

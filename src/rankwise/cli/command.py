@@ -56,14 +56,30 @@ class Argument:
     required: bool = False
 
     @property
+    def key(self) -> str:
+        """The attribute of `Options` that holds the value."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes any number of words."""
+        return self.nargs in ("*", "+")
+
+    @property
+    def needed(self) -> bool:
+        """Whether it must be given."""
+        return self.required if self.name.startswith("-") else self.nargs in ("", "+")
+
+    @property
     def label(self) -> str:
         """How the help writes it: `--out FOLDER`, or `FOLDER` where it has no name."""
         return f"{self.name} {self.metavar}".strip() if self.name.startswith("-") else self.metavar
 
     @property
-    def key(self) -> str:
-        """Its attribute in `Options`."""
-        return self.name.lstrip("-").replace("-", "_")
+    def usage(self) -> str:
+        """How the first line of the help writes it: in brackets, unless it must be given."""
+        words = f"{self.label} ..." if self.several else self.label
+        return words if self.needed else f"[{words}]"
 
     def read(self, text: str) -> Any:
         """The value that `text` stands for."""
@@ -74,48 +90,49 @@ class Argument:
 
 
 class Parser:
-    """Reads the words after the name of a command."""
+    """Reads the words after the name of a command: options, settings, and one argument without a name."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
         self.prog = f"rankwise {command.name}"
-        self.options: dict[str, Argument] = {}
-        self.positional: Argument | None = None
+        self.arguments: dict[str, Argument] = {}
         command.arguments(self)
+        (self.unnamed,) = (argument for name, argument in self.arguments.items() if not name.startswith("-"))
 
     def add_argument(self, name: str, **settings: Any) -> None:
-        """Add an option, or the one argument that has no name."""
-        argument = Argument(name, **settings)
-        if name.startswith("-"):
-            self.options[name] = argument
-        else:
-            self.positional = argument
+        """Add an argument; `settings` are the fields of `Argument`."""
+        self.arguments[name] = Argument(name, **settings)
 
     def parse(self, arguments: Sequence[str]) -> Options:
         """The values of all arguments. Settings of the experiment are kept as text, in `given`."""
-        options = Options(given=[], known=list(self.options))
-        for argument in self.options.values():
+        options = Options(given=[], known=[name for name in self.arguments if name.startswith("-")])
+        for argument in self.arguments.values():
             setattr(options, argument.key, False if argument.action == "store_true" else argument.default)
-        words, unnamed, seen = list(arguments), [], set()
+        words, others, seen = list(arguments), [], set()
         while words:
             word = words.pop(0)
             name, equals, value = word.partition("=")
             if word == "--":
-                unnamed += words
+                others += words
                 break
             if not word.startswith("-") or word == "-":
-                unnamed.append(word)
-            elif name in self.options:
+                others.append(word)
+            elif name in self.arguments:
                 seen.add(name)
-                self._set(options, self.options[name], value if equals else None, words)
+                self._set(options, self.arguments[name], value if equals else None, words)
             elif self.command.experiment is not None and name.startswith("--"):
                 options.given.append((name[2:], value if equals else _next_value(words)))
             else:
-                raise _no_such_option(name, self.options)
-        missing = self._set_positional(options, unnamed)
-        missing += [name for name, argument in self.options.items() if argument.required and name not in seen]
+                raise _no_such_option(name, options.known)
+        if len(others) > 1 and not self.unnamed.several:
+            raise self._error(f"takes no further argument, but got {others[1]!r}")
+        if others or self.unnamed.several:
+            values = [self.unnamed.read(word) for word in others]
+            setattr(options, self.unnamed.key, values if self.unnamed.several else values[0])
+        seen |= {self.unnamed.name} if others else set()
+        missing = [argument.label for name, argument in self.arguments.items() if argument.needed and name not in seen]
         if missing:
-            raise UsageError(f"`{self.prog}` needs {', '.join(missing)}. See `{self.prog} --help`.")
+            raise self._error(f"needs {', '.join(missing)}")
         return options
 
     def _set(self, options: Options, argument: Argument, text: str | None, words: list[str]) -> None:
@@ -133,39 +150,23 @@ class Parser:
                 value = [*(getattr(options, argument.key) or []), value]
         setattr(options, argument.key, value)
 
-    def _set_positional(self, options: Options, words: list[str]) -> list[str]:
-        """Set the argument without a name; return its name in a list where it is missing."""
-        argument = self.positional
-        several = argument is not None and argument.nargs in ("*", "+")
-        most = len(words) if several else int(argument is not None)
-        if len(words) > most:
-            extra = words[most]
-            raise UsageError(f"`{self.prog}` takes no further argument, but got {extra!r}. See `{self.prog} --help`.")
-        if argument is None:
-            return []
-        if not words and argument.nargs in ("", "+"):
-            return [argument.metavar]
-        values = [argument.read(word) for word in words]
-        setattr(options, argument.key, values if several else values[0] if values else argument.default)
-        return []
+    def _error(self, what: str) -> UsageError:
+        return UsageError(f"`{self.prog}` {what}. See `{self.prog} --help`.")
 
     def help(self) -> str:
         """How the command is used, what it does, and its arguments."""
-        parts = [self._usage(), wrapped(self.command.about), *map(_paragraph, self.command.details.split("\n\n"))]
-        arguments = [self.positional] if self.positional is not None else []
-        entries = [(argument.label, argument.help) for argument in (*arguments, *self.options.values())]
-        return "\n\n".join([*parts, "\n".join(["arguments:", *_entries(entries, 26)])])
-
-    def _usage(self) -> str:
-        """All arguments in short; each stays on one line."""
-        arguments = [(argument.required, argument.label) for argument in self.options.values()]
-        if self.positional is not None:
-            several = " ..." if self.positional.nargs in ("*", "+") else ""
-            arguments.insert(0, (self.positional.nargs in ("", "+"), self.positional.label + several))
-        if self.command.experiment is not None:
-            arguments.append((False, "--SETTING VALUE ..."))
-        words = [(label if required else f"[{label}]").replace(" ", "\0") for required, label in arguments]
-        return wrapped(f"usage: {self.prog} {' '.join(words)}", indent=" " * len("usage: ")).replace("\0", " ")
+        words = [argument.usage for argument in self.arguments.values()]
+        words += ["[--SETTING VALUE ...]"] if self.command.experiment is not None else []
+        # each argument stays on one line
+        usage = f"usage: {self.prog} {' '.join(word.replace(' ', chr(0)) for word in words)}"
+        return "\n\n".join(
+            [
+                wrapped(usage, indent=" " * len("usage: ")).replace(chr(0), " "),
+                wrapped(self.command.about),
+                *map(_paragraph, self.command.details.split("\n\n")),
+                "\n".join(["arguments:", *_entries([(a.label, a.help) for a in self.arguments.values()], 26)]),
+            ]
+        )
 
 
 def _next_value(words: list[str]) -> str | None:
@@ -251,7 +252,7 @@ def _paragraph(text: str) -> str:
     return "\n".join(wrapped(line, indent="    ", ending=" \\") for line in text.splitlines())
 
 
-def _no_such_option(name: str, known: Sequence[str] | dict[str, Argument]) -> UsageError:
+def _no_such_option(name: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"There is no option `{name}` here.{nearest(name, known)}")
 
 
