@@ -20,7 +20,7 @@ import rankwise as rw
 from rankwise.lab.experiments.arms import Arm, Watcher, run_arms
 from rankwise.lab.experiments.config import CorpusConfig, Experiment
 from rankwise.lab.models.sru import SRUConfig
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
 

@@ -20,7 +20,7 @@ from rankwise.cli import tables
 from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.tables import LEAST
 from rankwise.lab.experiments.presets import PRESETS
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from tests.cli.cli_toys import cache, words
 
 WIDTHS = [20, 40, 72, 80, 100, 140]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rankwise.cli.tables import terminal
 from rankwise.lab.experiments.arms import Watcher
-from rankwise.lab.report.tables import MEASURES
+from rankwise.lab.report import MEASURES
 
 PATIENCE_SECONDS = 5.0
 """The least time between two plain lines about one download."""

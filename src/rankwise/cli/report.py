@@ -11,8 +11,7 @@ from typing import Any
 from rankwise.cli.command import Command, Options, Parser, UsageError
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report.gather import gather
-from rankwise.lab.report.tables import Table, table
+from rankwise.lab.report import Table, gather, table
 
 
 def show(found: Table) -> None:

@@ -21,7 +21,7 @@ from rankwise.cli.command import (
     refuse_settings,
 )
 from rankwise.cli.report import show
-from rankwise.lab.report.tables import row_table, table
+from rankwise.lab.report import row_table, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.corpus import Corpus

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 
 
 def row(name: str, method: str, test: float, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_one_run_has_no_spread_and_a_star_for_non_zeros() -> None:
 
 @pytest.mark.parametrize("package", ["torch", "rich"])
 def test_reports_need_no_torch(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; import rankwise.lab.report.tables"
+    code = f"import sys; sys.modules[{package!r}] = None; import rankwise.lab.report"
     if package == "torch":
         code += "; assert 'rankwise.core' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

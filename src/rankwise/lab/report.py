@@ -1,11 +1,15 @@
-"""The table of a run or a sweep: size, quality, loss of quality against the dense control, and speed."""
+"""The records of finished runs, and their tables: size, quality, loss against the dense control, speed."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rankwise.errors import CheckpointError
 
 MEASURES = {
     "bits_per_character": "bits per character",
@@ -22,6 +26,12 @@ SHARES = {"removed": "removed", "removed_of_prunable": "of prunable"}
 """What was removed, as a share of the model and of its prunable part."""
 CONTROL = "dense"
 """The row that others are compared with. The base has another name, because it was trained for fewer steps."""
+RECORD, EXPERIMENT, EXPORT = "record.json", "experiment.json", "export.json"
+MODELS = "rankwise-models"
+"""The format of a record of models that were pruned one by one."""
+FORMATS = ("rankwise-experiment", "rankwise-sweep", MODELS)
+"""The formats of records that have a table."""
+REMEDY = "Give a folder that `rankwise run`, `sweep` or `prune` wrote to; where it was stopped, run it again."
 
 
 @dataclass(frozen=True)
@@ -118,3 +128,76 @@ def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
     if len(values) < 2:
         return f"{mean}{unit}"
     return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}{unit}"
+
+
+def gather(paths: Sequence[Path]) -> dict[str, Any]:
+    """The records that these paths hold, by title. Models that were pruned one by one share a record."""
+    found: dict[str, Any] = {}
+    models = [path for path in paths if _is_model(path)]
+    for path in paths:
+        if path not in models:
+            found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
+    if models:
+        found[", ".join(map(str, models))] = _record_of_models(models)
+    return found
+
+
+def _record_of_models(folders: Sequence[Path]) -> dict[str, Any]:
+    """A record whose rows are models that were pruned one by one, the dense ones first."""
+    found = {folder: json.loads((folder / EXPORT).read_bytes()) for folder in folders}
+    texts = {folder: export["of"].get("corpus") for folder, export in found.items()}
+    for folder, text in texts.items():
+        if text != texts[folders[0]]:
+            raise CheckpointError(
+                f"Models in one table must have read the same text, but {folders[0]} and {folder} have not. "
+                "Report them apart."
+            )
+    names = [export["row"]["name"] for export in found.values()]
+    rows = [
+        # two models of one name are not two seeds of one model
+        {**export["row"], "name": str(folder)} if names.count(export["row"]["name"]) > 1 else export["row"]
+        for folder, export in found.items()
+    ]
+    return {"format": MODELS, "name": "models", "rows": sorted(rows, key=lambda row: row["method"] != "dense")}
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a folder holds one model and its row: what `rankwise prune` wrote, or a part of a run."""
+    export = path / EXPORT
+    return export.is_file() and "row" in _read(export)
+
+
+def _records_at(path: Path) -> dict[Path, Any]:
+    """The record of a run's folder, of a file, or of every file in a folder that holds one."""
+    if not path.exists() or any((path / name).exists() for name in (RECORD, EXPERIMENT)):
+        return {path: _record_of(path)}
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    found = {file: content for file in files if _has_table(content := _read(file))}
+    if not found:
+        raise CheckpointError(f"A report must be of runs or of pruned models, but {path} holds none of them. {REMEDY}")
+    return found
+
+
+def _record_of(folder: Path) -> dict[str, Any]:
+    """The record of a finished run or sweep."""
+    path = folder / RECORD
+    if not path.is_file():
+        raise CheckpointError(f"A finished run must hold {RECORD}, but {folder} does not. {REMEDY}")
+    record = _read(path)
+    if not _has_table(record):
+        raise CheckpointError(f"{path} must be the record of a whole run, but is a {record.get('format')!r}. {REMEDY}")
+    return record
+
+
+def _has_table(content: Mapping[str, Any]) -> bool:
+    return content.get("format") in FORMATS
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}. {REMEDY}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is no object. {REMEDY}")
+    return content
