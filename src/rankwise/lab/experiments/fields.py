@@ -73,7 +73,7 @@ def as_text(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def parse(hint: Any, text: str, name: str) -> Any:
+def parse_value(hint: Any, text: str, name: str) -> Any:
     """The value of type `hint` that a text stands for; `name` is what errors call it."""
     kinds = [kind for kind in _members(hint) if not dataclasses.is_dataclass(kind)]
     if type(None) in kinds and text.lower() == "none":
@@ -90,7 +90,7 @@ def parse(hint: Any, text: str, name: str) -> Any:
             raise RankwiseError(f"`{name}` must be one of {known}, but is {text!r} instead.{nearest(text, words)}")
         return text
     if get_origin(kinds[0]) is tuple:
-        return tuple(parse(get_args(kinds[0])[0], part, name) for part in text.split(",") if part)
+        return tuple(parse_value(get_args(kinds[0])[0], part, name) for part in text.split(",") if part)
     for kind in kinds:
         try:
             return _SCALARS[kind][1](text)
@@ -199,7 +199,7 @@ def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]
             if not isinstance(node, dict):
                 group = ".".join(parents)
                 raise RankwiseError(f"`{name}` cannot be set where `{group}` is none. Leave one of them out.")
-        node[last] = parse(known[name].hint, text, name)
+        node[last] = parse_value(known[name].hint, text, name)
     return tree
 
 
