@@ -92,6 +92,9 @@ def test_the_bar_shows_the_last_of_every_metric(now: list[float]) -> None:
     bar.phase("pruning with [flop]")
     bar.read("preparing", 5_000_000, 10_000_000)
     assert "5.0 of 10.0 MB" in shown(bar)
+    bar.read("reading", 7_000_000, None)
+    assert "7.0 MB\n  reading" in shown(bar)
+    assert bar.progress.tasks[0].total is None
     bar.begin(0, 400)
     now[0] += 10
     bar.report({"step": 100, **LINE, **SIZES})

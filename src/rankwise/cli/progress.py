@@ -130,7 +130,9 @@ class Bar(Watcher):
         self.progress.update(self.task, description=title, visible=True)
 
     def read(self, what: str, done: int, total: int | None) -> None:
-        self.progress.update(self.task, completed=done, total=total, amount=amount(done, total), below=what)
+        # `update` would keep the total of what was read before, where there is none now
+        self.progress.tasks[0].total = total
+        self.progress.update(self.task, completed=done, amount=amount(done, total), below=what)
 
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)
