@@ -185,6 +185,12 @@ def test_a_mistake_is_one_line(texts: dict[str, str], message: str, tmp_path: Pa
     assert "Pruner(" not in str(caught.value)
 
 
+def test_a_group_that_is_none_says_what_else_it_needs(tmp_path: Path) -> None:
+    experiment = override(toy(tmp_path), {"base": "none"})
+    with pytest.raises(RankwiseError, match="`base` is none, so it needs `steps` too, but has none. Add --base.steps"):
+        override(experiment, {"base.lr": "1"})
+
+
 def test_a_dense_experiment_says_how_another_method_gets_its_size(tmp_path: Path) -> None:
     dense = override(toy(tmp_path), {"method": "dense"})
     with pytest.raises(RankwiseError, match="flop-l0 needs a size, but toy is dense. Example: --budget.removed 0.8"):

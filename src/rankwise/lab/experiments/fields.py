@@ -229,22 +229,23 @@ def _swap_method(experiment: AnyExperiment, name: str, texts: Mapping[str, str])
     return experiment.with_method(name, _rebuild(None, Budget, _tree(sizes, experiment)["budget"]))
 
 
-def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
+def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any], prefix: str = "") -> Any:
     """The config, or a new one of type `hint` where there is none, with the values of `tree` in their places."""
     kind: Any = next(filter(dataclasses.is_dataclass, _members(hint))) if config is None else type(config)
-    hints = get_type_hints(kind)
-    changes = {
-        name: _rebuild(getattr(config, name, None), hints[name], value) if isinstance(value, Mapping) else value
-        for name, value in tree.items()
-    }
-    if kind is Budget and any(changes.get(name) is not None for name in GOALS):
+    hints, changes = get_type_hints(kind), dict(tree)
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            changes[key] = _rebuild(getattr(config, key, None), hints[key], value, f"{prefix}{key}.")
+    if kind is Budget and any(changes.get(goal) is not None for goal in GOALS):
         # a size that is asked for takes the place of another
         changes = dict.fromkeys(GOALS) | ({} if "removed" in changes else {"of": "model"}) | changes
-    try:
-        return kind(**changes) if config is None else dataclasses.replace(config, **changes)
-    except TypeError as error:
-        # a group that was none is made, but lacks some of its settings
-        raise RankwiseError(str(error)) from error
+    if config is not None:
+        return dataclasses.replace(config, **changes)
+    for field in dataclasses.fields(kind):
+        if field.name not in changes and field.default is field.default_factory is dataclasses.MISSING:
+            group, name = prefix.rstrip("."), field.name
+            raise RankwiseError(f"`{group}` is none, so it needs `{name}` too, but has none. Add --{prefix}{name}.")
+    return kind(**changes)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
