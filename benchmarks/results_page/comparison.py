@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rankwise.lab.report.tables import MEASURES, Table, spread
+from rankwise.lab.report import MEASURES, Table, spread
 from results_page.paper import FACTORIZATION, PaperTable
 from results_page.records import Cell, bases, cells
 

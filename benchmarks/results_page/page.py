@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rankwise.lab.report.tables import Table, table
+from rankwise.lab.report import Table, table
 from results_page import sections
 from results_page.comparison import comparison, factorization, measured
 from results_page.figures import figures_of

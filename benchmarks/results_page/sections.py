@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.lab.report.tables import MEASURES, Table, spread
+from rankwise.lab.report import MEASURES, Table, spread
 from results_page.paper import FINE_TUNING, TIMING
 from results_page.records import Cell, bases, cells
 

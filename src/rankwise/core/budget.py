@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import BudgetError, OutOfReachError
+from rankwise.errors import BudgetError, InvalidTypeError, OutOfReachError
 
 
 def count(model: nn.Module) -> int:
@@ -181,7 +181,7 @@ class Budget:
             )
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
+            raise InvalidTypeError(f"`{name}` must be a number, but is {value!r} instead.")
         # numbers of numpy are written in other ways
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
         object.__setattr__(self, name, value)

@@ -24,7 +24,7 @@ from rankwise.core.gates import FEW, Gate, Mask, State
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.ranks import Ranks, checksum
 from rankwise.core.schedules import linear
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError
 
 RANKS = 16
 """A GPU multiplies a multiple of so many components."""
@@ -156,7 +156,7 @@ class Controller(State, ABC):
     def advance(self, grad_scale: float = 1.0) -> None:
         """One training step: move the gates, then the target, then draw new masks."""
         if not (grad_scale > 0):
-            raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
+            raise InvalidValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
         self.make_ready(evaluation=False)
         was_frozen, uses_gradient = self.frozen, self.uses_gradient
         self.ranks.find_mesh(weight for matrix in self.matrices for weight in matrix.parameters())

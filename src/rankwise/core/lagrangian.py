@@ -29,6 +29,7 @@ from rankwise.core.gates import HardConcrete, HardConcreteGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState
 from rankwise.core.schedules import SCHEDULES, linear
+from rankwise.errors import InvalidValueError
 
 OPEN_RANGE = (0.0067, 0.9994)
 """P(z > 0) of a gate never leaves this range while it learns (committed recipe)."""
@@ -70,17 +71,17 @@ class Lagrangian:
 
     def __post_init__(self) -> None:
         if not isinstance(self.anneal_steps, int) or self.anneal_steps < 1:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`anneal_steps` must be a whole number of at least 1, but is {self.anneal_steps!r} instead."
             )
         for name in ("gate_lr", "multiplier_lr"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
         if self.schedule not in (None, *SCHEDULES):
-            raise ValueError(f'`schedule` must be "cubic" or "linear", but is {self.schedule!r} instead.')
+            raise InvalidValueError(f'`schedule` must be "cubic" or "linear", but is {self.schedule!r} instead.')
         if self.recipe not in ("committed", "published"):
-            raise ValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
+            raise InvalidValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
         self.distribution.alpha(self.open_probability)
         if self.alpha_lr * self.anneal_steps < LEAST_TRAVEL:
             warnings.warn(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidTypeError, RankwiseError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ class Ranks:
 
     def __init__(self, asked: AskedGroup = None) -> None:
         if asked is not None and asked is not False and not isinstance(asked, getattr(dist, "ProcessGroup", ())):
-            raise TypeError(
+            raise InvalidTypeError(
                 "`process_group` must be a torch.distributed.ProcessGroup that this process belongs to, False or None, "
                 f"but is {asked!r} instead."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import InvalidTypeError, RankwiseError, nearest
 from rankwise.methods.agp import Agp
 from rankwise.methods.base import Method
 from rankwise.methods.dense import Dense
@@ -27,10 +27,12 @@ def make_method(name: str, **settings: object) -> Method:
     for setting in settings:
         if setting not in known:
             takes = ", ".join(sorted(known)) or "none"
-            raise TypeError(f"{name} has no setting `{setting}`.{nearest(setting, known)} It takes: {takes}.")
+            raise InvalidTypeError(f"{name} has no setting `{setting}`.{nearest(setting, known)} It takes: {takes}.")
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in settings and _required(f)]
     if missing:
-        raise TypeError(f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, {name!r}, {missing[0]}=1000).")
+        raise InvalidTypeError(
+            f"{name} needs `{missing[0]}`. Example: Pruner(model, budget, {name!r}, {missing[0]}=1000)."
+        )
     return cls(**settings)
 
 
