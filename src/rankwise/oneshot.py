@@ -29,7 +29,7 @@ from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.surgery import become
 from rankwise.core.targets import Target, find_target
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.methods.base import svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.pruner import check_arguments, plan_for_method, size_account
@@ -80,7 +80,7 @@ def compress(
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     if ranks not in ("global", "even"):
-        raise ValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
+        raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
     progress = progress or (lambda what, done, total: None)
     init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
     check_arguments(model, budget, init, calibration, rank_multiple, seed=0)

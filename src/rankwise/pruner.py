@@ -27,7 +27,7 @@ from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, le
 from rankwise.core.stale_optimizer import StaleOptimizerCheck
 from rankwise.core.surgery import GatedStructure, install
 from rankwise.core.targets import Target, find_target
-from rankwise.errors import PlanError, RankwiseError
+from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
 from rankwise.methods.representations import Factorized
@@ -343,7 +343,7 @@ def _resolve_method(method: str | Method, target: Target, settings: dict[str, An
     """The method with its settings; a method given by name has the target's layout unless `layout` is set."""
     if isinstance(method, Method):
         if settings:
-            raise TypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
+            raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
         return method
     made = make_method(method, **settings)
     if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
@@ -361,7 +361,7 @@ def check_arguments(
 ) -> None:
     """Raise if an argument is of the wrong type or out of range."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     for name, module in model.named_modules():
         if is_wrapper(module):
             raise PlanError(
@@ -369,12 +369,12 @@ def check_arguments(
                 f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
             )
     if not isinstance(budget, Budget):
-        raise TypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
+        raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
     if init not in ("svd", "whitened", "random"):
-        raise ValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
+        raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
     multiple = 1 if rank_multiple is None else rank_multiple
     for name, value, least in (("rank_multiple", multiple, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
-            raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+            raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import BudgetError, OutOfReachError
+from rankwise.errors import BudgetError, InvalidTypeError, OutOfReachError
 
 _Number = TypeVar("_Number", int, Tensor)
 
@@ -180,7 +180,7 @@ class Budget:
             )
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
+            raise InvalidTypeError(f"`{name}` must be a number, but is {value!r} instead.")
         # numpy's numbers have another repr, which `resolve` reads
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
         object.__setattr__(self, name, value)

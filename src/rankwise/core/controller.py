@@ -24,7 +24,7 @@ from rankwise.core.gates import SELECT_UP_TO, FixedDtypeModule, Gate, Mask
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import linear
 from rankwise.core.zero_grad import ZeroGradDetector
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError
 
 GPU_RANK_MULTIPLE = 16
 """On a GPU the number of multiplied components is a multiple of this."""
@@ -156,7 +156,7 @@ class Controller(FixedDtypeModule, ABC):
     def advance(self, grad_scale: float = 1.0) -> None:
         """One training step: move the gates, then the target size, then draw new masks."""
         if not (grad_scale > 0):
-            raise ValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
+            raise InvalidValueError(f"`grad_scale` must be positive, but is {grad_scale} instead.")
         self.ensure_masks(evaluation=False)
         was_frozen, uses_gradient = self.is_frozen, self.uses_gradient
         self.distributed.find_mesh(weight for matrix in self.matrices for weight in matrix.parameters())

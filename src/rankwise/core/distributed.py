@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidTypeError, RankwiseError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +41,7 @@ class DistributedGroup:
     def __init__(self, requested: RequestedGroup = None) -> None:
         is_group = isinstance(requested, getattr(dist, "ProcessGroup", ()))
         if requested is not None and requested is not False and not is_group:
-            raise TypeError(
+            raise InvalidTypeError(
                 "`process_group` must be a torch.distributed.ProcessGroup that this process belongs to, False or None, "
                 f"but is {requested!r} instead."
             )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import InvalidValueError
+
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
 
@@ -39,7 +41,7 @@ class HardConcrete:
         for name in ("temperature", "stretch"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
 
     def sample(self, alpha: Tensor, noise: Tensor) -> Tensor:
         """z = min(1, max(0, s (r - l) + l)), s = sigmoid((logit u + alpha) / beta).  Paper: section 3."""
@@ -74,7 +76,7 @@ class HardConcrete:
     def alpha(self, open_probability: float) -> float:
         """The alpha whose gate is open with the given probability: the inverse of `open_probability`."""
         if not 0 < open_probability < 1:
-            raise ValueError(f"`open_probability` must lie in (0, 1), but is {open_probability} instead.")
+            raise InvalidValueError(f"`open_probability` must lie in (0, 1), but is {open_probability} instead.")
         return math.log(open_probability / (1 - open_probability)) + self._shift()
 
     def _shift(self) -> float:

@@ -4,7 +4,7 @@ Paper: section 4.3 "Augmented Lagrangian Method" and appendix "Optimization deta
 
 There are two recipes. "published" is the paper's: both multipliers rise by gradient ascent throughout training. It
 stalls, because the gradient of the penalty at a gate contains sigmoid', which vanishes once the gate is surely open,
-while the multipliers rise only as fast as their learning rate allows (docs/log.md has the comparison). In "committed",
+while the multipliers rise only as fast as their learning rate allows (docs/log/ has the comparison). In "committed",
 the default, the weight of the quadratic term rises a thousandfold along the ramp: it is small at first, so that the
 loss sorts the gates, and large at the end, so that the size is met. The target falls slowly at the end, where a step
 costs most. alpha stays in a range where sigmoid' does not vanish. At the end of the ramp the components of the export
@@ -28,6 +28,7 @@ from rankwise.core.controller import Controller, FlatLayout
 from rankwise.core.gates import HardConcrete, HardConcreteGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import SCHEDULES, AdamState, linear
+from rankwise.errors import InvalidValueError
 
 OPEN_RANGE = (0.0067, 0.9994)
 """P(z > 0) of a gate stays in this range while it learns (committed recipe)."""
@@ -69,17 +70,17 @@ class Lagrangian:
 
     def __post_init__(self) -> None:
         if not isinstance(self.anneal_steps, int) or self.anneal_steps < 1:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`anneal_steps` must be a whole number of at least 1, but is {self.anneal_steps!r} instead."
             )
         for name in ("gate_lr", "multiplier_lr"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
         if self.schedule not in (None, *SCHEDULES):
-            raise ValueError(f'`schedule` must be "cubic" or "linear", but is {self.schedule!r} instead.')
+            raise InvalidValueError(f'`schedule` must be "cubic" or "linear", but is {self.schedule!r} instead.')
         if self.recipe not in ("committed", "published"):
-            raise ValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
+            raise InvalidValueError(f'`recipe` must be "committed" or "published", but is {self.recipe!r} instead.')
         self.distribution.alpha(self.open_probability)
         if self.alpha_lr * self.anneal_steps < MIN_TRAVEL:
             warnings.warn(

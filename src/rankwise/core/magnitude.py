@@ -19,6 +19,7 @@ from rankwise.core.controller import Controller
 from rankwise.core.gates import MagnitudeGate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import AdamState, cubic
+from rankwise.errors import InvalidValueError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,9 @@ class GradualPruning:
         for name, least in (("anneal_steps", 0), ("mask_every", 1), ("diagonal_lr", 0), ("l1", 0)):
             value = getattr(self, name)
             if not least <= value < math.inf:
-                raise ValueError(f"`{name}` must be at least {least} and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be at least {least} and finite, but is {value} instead.")
             if name.endswith(("steps", "every")) and not isinstance(value, int):
-                raise ValueError(f"`{name}` must be a whole number, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be a whole number, but is {value} instead.")
 
 
 class MagnitudeController(Controller):

@@ -27,7 +27,7 @@ from rankwise.deploy.structure import (
     tensors_of,
     walk,
 )
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidTypeError
 from rankwise.modules import embedding, joined
 
 FEW = 5
@@ -55,7 +55,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     is in the environment). Folders of versions that wrote no checksums load without.
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
-        raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
+        raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
     path = Path(folder)
     saved = read_structure(path, verify)
     skeleton = _empty(path, saved) if skeleton is None else skeleton

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rankwise.errors import InvalidValueError
+
 TOLERATED = 1.03
 """Times the dense model's time: above it a compact model is called slower."""
 
@@ -30,7 +32,7 @@ def time_together(
 ) -> dict[str, Timing]:
     """Time some calls against each other, one of each in turn."""
     if repeats < 2:
-        raise ValueError(f"`repeats` must be at least 2, but is {repeats} instead.")
+        raise InvalidValueError(f"`repeats` must be at least 2, but is {repeats} instead.")
 
     def milliseconds(call: Callable[[], object]) -> float:
         began = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
 
 Find = Callable[[str], nn.Module]
@@ -340,5 +340,5 @@ def is_order(places: Tensor) -> bool:
 def floating_dtype(name: object) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
+        raise InvalidValueError(f"a dtype must be a floating one of torch, but is {name!r}")
     return dtype

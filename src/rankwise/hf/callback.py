@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_utils import unwrap_model
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidTypeError, RankwiseError
 from rankwise.pruner import Pruner
 
 
@@ -26,7 +26,7 @@ class PruningCallback(TrainerCallback):
 
     def __init__(self, pruner: Pruner) -> None:
         if not isinstance(pruner, Pruner):
-            raise TypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
+            raise InvalidTypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
         self.pruner = pruner
         self._scale = 1.0
 

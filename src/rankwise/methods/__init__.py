@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import InvalidTypeError, RankwiseError, nearest
 from rankwise.methods.base import Method
 from rankwise.methods.paper import Agp, Dense, Fac, FlopAgp, FlopL0, NpL0
 from rankwise.methods.svd import Svd
@@ -21,11 +21,11 @@ def make_method(name: str, **settings: object) -> Method:
     for setting in settings:
         if setting not in fields:
             takes = ", ".join(sorted(fields)) or "none"
-            raise TypeError(f"{name} has no setting `{setting}`.{nearest(setting, fields)} It takes: {takes}.")
+            raise InvalidTypeError(f"{name} has no setting `{setting}`.{nearest(setting, fields)} It takes: {takes}.")
     for field in fields.values():
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if is_required and field.name not in settings:
-            raise TypeError(
+            raise InvalidTypeError(
                 f"{name} needs `{field.name}`. Example: Pruner(model, budget, {name!r}, {field.name}=1000)."
             )
     return METHODS[name](**settings)

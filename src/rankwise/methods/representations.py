@@ -21,6 +21,7 @@ from rankwise.core.matrices import (
 )
 from rankwise.core.plan import Site, Source
 from rankwise.core.targets import Target
+from rankwise.errors import InvalidValueError
 from rankwise.methods.base import Factorizer, Method, as_parameter, factor_parameters
 
 
@@ -36,7 +37,7 @@ class Factorized(Method):
         # the checks of the gating, if it has any
         getattr(super(), "__post_init__", lambda: None)()
         if self.layout not in ("pair", "pivot"):
-            raise ValueError(f'`layout` must be "pair" or "pivot", but is {self.layout!r} instead.')
+            raise InvalidValueError(f'`layout` must be "pair" or "pivot", but is {self.layout!r} instead.')
 
     def refactors(self, trained: bool) -> bool:
         """Whether a low-rank pair of the model is factorized again instead of being used as it is."""

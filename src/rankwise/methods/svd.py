@@ -41,7 +41,7 @@ class Svd(Factorized):
         """The value per parameter of each component; `comparable` if the energies of all sites have the same unit.
 
         Otherwise a component is valued by its share of the layer's output, times the square root of the layer's size:
-        equal values would starve the large layers, values by size the small ones (docs/log.md).
+        equal values would starve the large layers, values by size the small ones (docs/log/).
         """
         if not comparable:
             share = energy_R / energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)

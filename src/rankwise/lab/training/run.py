@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.kernels.device import HAS_TRITON
 from rankwise.lab.data.corpus import Corpus
 from rankwise.lab.data.windows import Evaluation, Windows
@@ -64,16 +64,18 @@ class Run:
         teacher: nn.Module | None = None,
     ) -> None:
         if isinstance(pruner, Pruner) and (config.dense_steps or pruner.model is not model):
-            raise ValueError(
+            raise InvalidValueError(
                 "A `pruner` must have gated `model` already, and then `dense_steps` must be 0. "
                 "Pass a function that makes the pruner instead: it is called when pruning begins."
             )
         if pruner is None and config.dense_steps:
-            raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
+            raise InvalidValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
         if teacher is model:
-            raise ValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
+            raise InvalidValueError(
+                "`teacher` must be another module than `model`, which is trained. Pass a copy of it."
+            )
         if (teacher is None) != (config.distill == 0):
-            raise ValueError(
+            raise InvalidValueError(
                 f"A `teacher` goes with a share of the loss in `distill`, but that is {config.distill:g} "
                 f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
             )
