@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise.lab.report.tables import Table
-
+from rankwise.lab.report import Table
 from results_page.records import BENCHMARKS, cells
 from results_page.sections import BITS, TASKS, latest
 
