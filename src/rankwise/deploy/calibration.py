@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.errors import DataError
+from rankwise.errors import DataError, InvalidValueError
 from rankwise.files import not_utf8
 from rankwise.measure import call_model, evaluating
 
@@ -51,7 +51,9 @@ class Calibration:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 option = " (--windows)" if name == "num_windows" else ""
-                raise ValueError(f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead.")
+                raise InvalidValueError(
+                    f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead."
+                )
 
     @property
     def num_kept_back(self) -> int:

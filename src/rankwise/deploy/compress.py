@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import Account, Budget, SizeReport
-from rankwise.core.memory import return_large_blocks
+from rankwise.core.budget import Budget, SizeAccount, SizeReport
+from rankwise.core.host_memory import return_large_blocks
 from rankwise.core.plan import Plan
 from rankwise.core.targets import find_target
 from rankwise.deploy.calibration import (
@@ -31,14 +31,16 @@ from rankwise.deploy.inputs import example_inputs, positions_of
 from rankwise.deploy.save import check_target, save_with
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
-from rankwise.measure import evaluating, time_together
+from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress, default_plan
-from rankwise.pruner import account_of
+from rankwise.pruner import size_account
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
 REPEATS = 5
+TOLERATED = 1.1
+"""The small model is called slower above this multiple of the dense one's time: the two did not take turns."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 
@@ -54,6 +56,14 @@ class Compressed(SizeReport):
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Milliseconds of a call, dense and small, by its number of tokens."""
     device: str = "cpu"
+
+    def remarks(self) -> list[str]:
+        """A line for every number of tokens with which the small model is slower than the dense one."""
+        lines = []
+        for tokens, (dense, small) in self.speed.items():
+            where = f"{tokens} token{'s'[: tokens - 1]} on {self.device}"
+            lines.append(slower_than_dense("The small model", small, dense, where=where, tolerated=TOLERATED))
+        return [line for line in lines if line is not None]
 
 
 class Listener:
@@ -182,7 +192,9 @@ class _Work:
             budget, self.plan = size_for(model, budget, self.plan, _text(model, TIMED_TOKENS), None)
         self.budget = budget
         self.target = find_target(target, model)
-        self.account = account_of(model, self.plan, Svd(layout=layout or self.target.layout), self.target, trained=True)
+        self.account = size_account(
+            model, self.plan, Svd(layout=layout or self.target.layout), self.target, trained=True
+        )
         budget.resolve(self.account)
         for line in (*(data.notes if data else ()), *_left_out(self.plan, self.account, budget)):
             listener.say(line)
@@ -218,7 +230,7 @@ class _Work:
         )
 
 
-def _left_out(plan: Plan, account: Account, budget: Budget) -> list[str]:
+def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
     """Lines about large layers that stay as they are, and what the others lose instead."""
     large = [item for item in plan.left_out if item.params >= 0.01 * account.dense]
     lines = []

@@ -4,12 +4,14 @@ Importing this package registers with transformers: a loader (`quantizer`), and 
 (`patches`). It offers a callback for the stock `Trainer`, distillation, and plans in PEFT's words.
 """
 
-from rankwise.errors import install_extra
+from rankwise.errors import MissingPackageError, install_extra
 
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"`rankwise.hf` needs transformers, which is not installed. {install_extra('hf')}") from error
+    raise MissingPackageError(
+        f"`rankwise.hf` needs transformers, which is not installed. {install_extra('hf')}"
+    ) from error
 
 from rankwise.adapters.families import ON_CHANGE as _ON_CHANGE
 from rankwise.adapters.targets import target_plan as find_plan

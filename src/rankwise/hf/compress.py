@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rankwise.core.memory import trim
+from rankwise.core.host_memory import release_freed_memory
 from rankwise.deploy.calibration import Calibration, SpecialTokens, read_windows
 from rankwise.deploy.compress import Compressed, Data, Source
 from rankwise.deploy.inputs import positions_of
@@ -60,7 +60,7 @@ class PretrainedModel(Source):
         special = special_tokens(tokenizer, _config(self.name))
         windows = read_windows(encoder(tokenizer), calibration, special=special)
         del tokenizer
-        trim()
+        release_freed_memory()
 
         def prepare(model: Any) -> Data:
             _check_windows(model, [*windows.used, *windows.kept_back])

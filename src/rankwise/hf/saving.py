@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
 from rankwise.hf.card import BeforeAfter, card
 from rankwise.hf.format import REMEDY, entry_of, is_gated
@@ -87,7 +87,7 @@ def save_pretrained(
 
 def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
+        raise InvalidTypeError(
             f"`model` must be a model of transformers, but is a {type(model).__name__} instead. "
             "Use `rankwise.save` for others."
         )
@@ -105,7 +105,7 @@ def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
 def _check_figures(word: str, figures: Mapping[str, BeforeAfter] | None) -> None:
     for name, pair in (figures or {}).items():
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(math.isfinite(number) for number in pair):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`{word}` must give two numbers by name, dense and compact, but {name!r} has {pair!r} instead."
             )
 

@@ -93,6 +93,8 @@ def open_empty(name: str) -> tuple[nn.Module, list[str]]:
 
 
 def _check_holds_model(folder: Path) -> None:
+    if folder.is_file():
+        raise CheckpointError(f"MODEL must be a folder or a name on the hub, but {folder} is a file.")
     if folder.is_dir() and kind_of(folder) is None:
         raise CheckpointError(
             f"FOLDER must hold a model of a run, of `rankwise.save` or of transformers, but {folder} holds none of "
