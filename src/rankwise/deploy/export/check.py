@@ -66,7 +66,8 @@ def write_checked(
     compared = list(_inputs_to_compare(captured))
     expected = [captured.expected, *(reference_outputs(captured, case) for case in compared[1:])]
     with whole_folder(target) as unfinished:
-        with one_line_errors(f"The model must be one that can be written as {format}, but its tools say"), quiet():
+        rule = f"The model must be one that can be written as {format}, but its tools say"
+        with one_line_errors(rule, keep=(OSError,)), quiet():
             write(unfinished)
         files = sorted(unfinished.iterdir())
         difference = largest_difference(load(unfinished), compared, expected, format)

@@ -120,9 +120,9 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     shapes = {name: [_open_or_fixed(size) for size in tensor.shape] for name, tensor in inputs.items()}
     with quiet(), torch.no_grad(), evaluating(model):
         expected = named_outputs(model, model(**example_inputs))
-        with one_line_errors("The model must be one that `torch.export` can capture, but it says"):
-            with _sizes_of_one(), ZeroForMaskedQueries():
-                program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+        rule = "The model must be one that `torch.export` can capture, but it says"
+        with one_line_errors(rule), _sizes_of_one(), ZeroForMaskedQueries():
+            program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
     return Captured(program, reference, inputs, expected, *_open_sizes(program, inputs))
 
 
@@ -200,11 +200,11 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_line_errors(rule: str) -> Iterator[None]:
-    """Turn any error of an engine into `rule` and the engine's own first line; a full disk stays an OSError."""
+def one_line_errors(rule: str, *, keep: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn any error of an engine, except those to `keep`, into `rule` and the engine's own first line."""
     try:
         yield
-    except OSError:
+    except keep:
         raise
     except Exception as error:
         raise CheckpointError(f"{rule}: {first_line(error)}") from error
@@ -232,9 +232,7 @@ class ZeroForMaskedQueries(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func is not F.scaled_dot_product_attention:
             return found
-        mask = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **(kwargs or {})}.get(
-            "attn_mask"
-        )
+        mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
         if mask is None:
             return found
         visible = mask if mask.dtype is torch.bool else mask > -math.inf
