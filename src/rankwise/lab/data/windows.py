@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import DataError
-from rankwise.lab.data.symbols import Array
+from rankwise.lab.data.vocabulary import Array
 
 IGNORED = -100
 """The target where there is none; torch's losses leave it out by default."""
