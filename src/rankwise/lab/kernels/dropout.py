@@ -21,3 +21,8 @@ def draw(rate: float, device: torch.device) -> Dropout | None:
     if rate == 0:
         return None
     return Dropout(rate, torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=device))
+
+
+def seed_and_rate(dropout: Dropout | None) -> tuple[Tensor | None, float]:
+    """The arguments of a kernel: its seed is None where nothing is dropped."""
+    return (None, 0.0) if dropout is None else (dropout.seed, dropout.rate)

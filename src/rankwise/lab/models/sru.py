@@ -28,7 +28,7 @@ from rankwise.deploy.architectures import register
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
 from rankwise.lab.kernels import embedding, norm
-from rankwise.lab.kernels.sru import projected, reference, sru
+from rankwise.lab.kernels.sru import cpu, reference, sru
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import is_observed, pair_of
 
@@ -116,7 +116,7 @@ class SRULayer(nn.Module):
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
-        taken = None if self.training and self.dropout > 0 else projected.take_last(self.projection, x_TBN)
+        taken = None if self.training and self.dropout > 0 else cpu.split_projection(self.projection, x_TBN)
         if taken is None:
             return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
         before, last = taken
@@ -124,7 +124,7 @@ class SRULayer(nn.Module):
         for factor in before:
             y = linear.call(factor, y)
         c0_BD = x_TBN.new_zeros(x_TBN.shape[1], self.width) if c0_BD is None else c0_BD
-        return projected.sru(y, last, *self._given(x_TBN, c0_BD), self.scale)
+        return cpu.projected_sru(y, last, *self._given(x_TBN, c0_BD), self.scale)
 
     def project(self, x_TBN: Tensor) -> Tensor:
         """u = W norm(x), (T, B, K D)."""

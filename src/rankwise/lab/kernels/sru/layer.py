@@ -117,8 +117,8 @@ class _Recurrence(torch.autograd.Function):
         return (
             found.du_TBKD,
             found.dx_TBD,
-            found.dweight_c_GD.to(weight_c_GD.dtype),
-            found.dbias_GD.to(bias_GD.dtype),
+            found.dgates_4D[:2].to(weight_c_GD.dtype),
+            found.dgates_4D[2:].to(bias_GD.dtype),
             found.dc0_BD.to(ctx.c0_dtype),
             found.dmask_BD,
             None,
