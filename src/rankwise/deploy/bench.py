@@ -20,7 +20,7 @@ from rankwise.deploy.engines import engine
 from rankwise.deploy.measure import slower_than_dense, time_together
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError
-from rankwise.kernels.int8.layer import can_multiply_bytes
+from rankwise.kernels.int8 import can_multiply_bytes
 
 ALL = "all"
 FAST = 2.0

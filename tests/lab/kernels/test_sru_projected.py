@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise.deploy.quantize import int8
 from rankwise.kernels import native
-from rankwise.kernels.int8.layer import Int8Linear
+from rankwise.kernels.int8 import Int8Linear
 from rankwise.lab.kernels.sru import cpu, reference
 from rankwise.lab.models.sru import SRULayer
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse
-from rankwise.kernels.linear import filled_up, half_dtype, product
+from rankwise.kernels.linear import half_dtype, padded, product
 from rankwise.modules import is_observed
 
 MOST = 4096
@@ -58,7 +58,7 @@ class _OutputLoss(torch.autograd.Function):
     ) -> Tensor:
         from rankwise.lab.kernels.loss_kernels import loss_forward
 
-        x_ND, w_WD = filled_up(h_ND, dtype), filled_up(weight_VD, dtype, rows=True)
+        x_ND, w_WD = padded(h_ND, dtype), padded(weight_VD, dtype, rows=True)
         logits_NW = x_ND @ w_WD.t()
         sums = loss_forward(logits_NW, bias_V, targets_N, weight_VD.shape[0], ignored)
         ctx.save_for_backward(x_ND, w_WD, bias_V, targets_N, logits_NW, sums)

@@ -16,11 +16,11 @@ PROGRAMS = 512
 
 
 @triton.jit
-def _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS: tl.constexpr):
+def _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored):
     """Log of the softmax of some rows, where the targets are, and which rows count."""
     b_in = (o_n < N)[:, None] & (o_v < V)[None, :]
     b_logits = tl.load(p_logits + o_n[:, None] * W + o_v[None, :], mask=b_in, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if p_bias is not None:
         b_logits += tl.load(p_bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
     b_logits = tl.where((o_v < V)[None, :], b_logits, float("-inf"))
     b_logits -= tl.max(b_logits, 1)[:, None]
@@ -39,7 +39,6 @@ def loss_fwd_kernel(
     V,
     W,
     ignored,
-    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -49,7 +48,7 @@ def loss_fwd_kernel(
     b_count = tl.zeros([BLOCK_N], dtype=tl.float32)
     for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
         o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
-        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored)
         b_found = tl.sum(tl.where(b_is_target, b_log, 0.0), 1)
         b_loss -= tl.where(b_counts, b_found, 0.0)
         b_count += tl.where(b_counts, 1.0, 0.0)
@@ -70,7 +69,6 @@ def loss_bwd_kernel(
     V,
     W,
     ignored,
-    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -81,7 +79,7 @@ def loss_bwd_kernel(
     scale = tl.load(p_dloss).to(tl.float32) / tl.load(p_total + 1)
     for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
         o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
-        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored)
         b_d = (tl.exp(b_log) - tl.where(b_is_target, 1.0, 0.0)) * scale
         b_d = tl.where(b_counts[:, None], b_d, 0.0)
         b_dbias += tl.sum(b_d, 0)
@@ -91,9 +89,9 @@ def loss_bwd_kernel(
 
 def loss_forward(logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int) -> Tensor:
     """The sum of the losses, and the number of targets that count."""
-    programs, settings = _cut(logits_NW, bias_V)
+    programs, settings = _cut(logits_NW)
     sums = logits_NW.new_empty(2, programs, dtype=torch.float32)
-    given = (logits_NW, sums if bias_V is None else bias_V, targets_N.contiguous(), sums)
+    given = (logits_NW, bias_V, targets_N.contiguous(), sums)
     with on(logits_NW):
         loss_fwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
     return sums.sum(1)
@@ -109,19 +107,19 @@ def loss_backward(
     ignored: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the logits before the bias, and of the bias."""
-    programs, settings = _cut(logits_NW, bias_V)
+    programs, settings = _cut(logits_NW)
     dlogits_NW = torch.empty_like(logits_NW)
     dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
-    given = (dloss, sums, logits_NW, dbias if bias_V is None else bias_V, targets_N.contiguous(), dlogits_NW, dbias)
+    given = (dloss, sums, logits_NW, bias_V, targets_N.contiguous(), dlogits_NW, dbias)
     with on(logits_NW):
         loss_bwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
     return dlogits_NW, dbias.sum(0)
 
 
-def _cut(logits_NW: Tensor, bias_V: Tensor | None) -> tuple[int, dict[str, int]]:
+def _cut(logits_NW: Tensor) -> tuple[int, dict[str, int]]:
     """Programs, and the block of each."""
     num_rows, width = logits_NW.shape
     block_v = triton.next_power_of_2(width)
     block_n = max(1, ELEMENTS // block_v)
     programs = min(PROGRAMS, triton.cdiv(num_rows, block_n))
-    return programs, {"HAS_BIAS": bias_V is not None, "BLOCK_N": block_n, "BLOCK_V": block_v}
+    return programs, {"BLOCK_N": block_n, "BLOCK_V": block_v}

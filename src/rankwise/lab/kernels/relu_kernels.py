@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.device import on
-from rankwise.lab.kernels.dropout import Dropout
+from rankwise.lab.kernels.dropout import Dropout, seed_and_rate
 from rankwise.lab.kernels.dropout_kernels import kept
 
 BLOCK = 2048
@@ -16,10 +16,10 @@ BLOCK = 2048
 
 
 @triton.jit
-def relu_fwd_kernel(p_x, p_seed, p_y, dropout, N, DROPS: tl.constexpr, BLOCK: tl.constexpr):
+def relu_fwd_kernel(p_x, p_seed, dropout, p_y, N, BLOCK: tl.constexpr):
     o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_y = tl.maximum(tl.load(p_x + o_n, mask=o_n < N, other=0.0).to(tl.float32), 0.0)
-    if DROPS:
+    if p_seed is not None:
         b_y = tl.where(kept(tl.load(p_seed), o_n, dropout), b_y / (1 - dropout), 0.0)
     tl.store(p_y + o_n, b_y, mask=o_n < N)
 
@@ -38,15 +38,7 @@ def relu_forward(x: Tensor, dropout: Dropout | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     with on(x):
-        relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x,
-            x if dropout is None else dropout.seed,
-            y,
-            0.0 if dropout is None else dropout.rate,
-            x.numel(),
-            DROPS=dropout is not None,
-            BLOCK=BLOCK,
-        )
+        relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, *seed_and_rate(dropout), y, x.numel(), BLOCK=BLOCK)
     return y
 
 

@@ -118,7 +118,7 @@ def forward(
             *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
             y_BTHE,
             lse_BHT,
-            **_constants(width, window, launch),
+            **_constants(width, launch),
         )
     return y_BTHE, lse_BHT
 
@@ -158,7 +158,7 @@ def backward(
             dqkv_BSJHE,
             dscores_HNS,
             dby_key_BHTS,
-            **_constants(width, window, launch),
+            **_constants(width, launch),
         )
     return dqkv_BSJHE, dscores_HNS, dby_key_BHTS
 
@@ -201,15 +201,14 @@ def _inputs(
         num_queries,
         num_keys,
         size_H,
-        0 if window is None else window,
+        window,
         1 / math.sqrt(width),
     )
 
 
-def _constants(width: int, window: int | None, launch: Launch) -> dict[str, Any]:
+def _constants(width: int, launch: Launch) -> dict[str, Any]:
     return {
         "E": width,
-        "HAS_WINDOW": window is not None,
         "BLOCK_T": launch.block_t,
         "BLOCK_S": launch.block_s,
         "STAGES": launch.stages,

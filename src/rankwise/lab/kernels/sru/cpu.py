@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.kernels import native
+from rankwise.kernels import int8, native
 from rankwise.kernels.device import infers_on_cpu
-from rankwise.kernels.int8 import cpu as rows
-from rankwise.kernels.int8.layer import Int8Linear
+from rankwise.kernels.int8 import Int8Linear
 from rankwise.lab.kernels.sru import reference, register_operator
 from rankwise.modules import PivotLinear, is_observed, linear
 
@@ -147,7 +146,7 @@ def _can_replace(factor: nn.Module) -> bool:
         return False
     if isinstance(factor, Int8Linear):
         has_bytes = bool(native.library(_PROJECTED_SOURCE).sru_projected_has_bytes())
-        return factor.bias is None and has_bytes and rows.is_ready()
+        return factor.bias is None and has_bytes and int8.is_ready()
     return type(factor) is nn.Linear and factor.bias is None and factor.weight.dtype == torch.float32
 
 
@@ -181,7 +180,7 @@ def projected_sru(
     tensors = {"highway": highway_TBD, "weight": weight_c_GD, "bias": bias_GD, "c0": c0_BD}
     if isinstance(factor, Int8Linear):
         # rows of whole numbers of four bytes: what fills them up meets a weight of zero
-        bytes_NR, scale_N1 = rows.round_rows(x_TBR.reshape(-1, size_R), multiple=4)
+        bytes_NR, scale_N1 = int8.round_rows(x_TBR.reshape(-1, size_R), multiple=4)
         tensors |= {"x": bytes_NR, "w": factor.weight_OI, "x_scale": scale_N1, "w_scale": factor.scale}
         stride = bytes_NR.shape[1] // 4
     else:
@@ -189,7 +188,9 @@ def projected_sru(
         stride = size_R
     # a dense copy of an input must live until the call is over
     dense = {name: _plain(tensor) for name, tensor in tensors.items() if tensor is not None}
-    arguments = _ProjectedArguments(size_T, size_B, size_R, size_K, size_D, stride, isinstance(factor, Int8Linear), scale)
+    arguments = _ProjectedArguments(
+        size_T, size_B, size_R, size_K, size_D, stride, isinstance(factor, Int8Linear), scale
+    )
     for name, tensor in {**dense, "h": h_TBD, "c": c_BD}.items():
         setattr(arguments, name, tensor.data_ptr())
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rankwise.lab.kernels.dropout import draw
-from rankwise.lab.kernels.normed_pair.triton import normed_pair, row_stats
+from rankwise.lab.kernels.normed_pair import normed_pair, row_stats
 from rankwise.lab.kernels.sru.triton import Arrivals, backward, forward
 from rankwise.modules import Pair
 

@@ -22,6 +22,7 @@ from rankwise.lab.kernels.dropout import Dropout, seed_and_rate
 from rankwise.lab.kernels.dropout_kernels import kept
 from rankwise.lab.kernels.sru import reference, register_operator
 
+
 class Launch(NamedTuple):
     """How a kernel is cut into programs."""
 
