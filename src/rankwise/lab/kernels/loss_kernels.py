@@ -1,13 +1,20 @@
-"""The kernels of `loss.py`: a program holds some rows of logits at a time."""
+"""The Triton kernels of `loss.py`: a program holds some rows of logits at a time.
+
+Shapes: N = targets, D = width, V = words, W = words padded.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
+from rankwise.kernels.linear import padded, product
 
 ELEMENTS = 4096
 """Logits that a program holds at a time."""
@@ -87,33 +94,46 @@ def loss_bwd_kernel(
     tl.store(p_dbias + i_program * V + o_v, b_dbias, mask=o_v < V)
 
 
-def loss_forward(logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int) -> Tensor:
-    """The sum of the losses, and the number of targets that count."""
-    programs, settings = _cut(logits_NW)
-    sums = logits_NW.new_empty(2, programs, dtype=torch.float32)
-    given = (logits_NW, bias_V, targets_N.contiguous(), sums)
-    with on(logits_NW):
-        loss_fwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
-    return sums.sum(1)
+class OutputLoss(torch.autograd.Function):
+    """The mean cross entropy of h W^T + bias over the targets that are not `ignored`."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        ignored: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x_ND, w_WD, targets_N = padded(h_ND, dtype), padded(weight_VD, dtype, rows=True), targets_N.contiguous()
+        logits_NW = x_ND @ w_WD.t()
+        programs, blocks = _cut(logits_NW)
+        ctx.sizes, ctx.h_dtype = (len(h_ND), len(weight_VD), len(w_WD), ignored), h_ND.dtype
+        parts = logits_NW.new_empty(2, programs, dtype=torch.float32)
+        with on(logits_NW):
+            loss_fwd_kernel[(programs,)](logits_NW, bias_V, targets_N, parts, *ctx.sizes, **blocks)
+        # the sum of the losses, and the number of targets that count
+        sums = parts.sum(1)
+        ctx.save_for_backward(x_ND, w_WD, bias_V, targets_N, logits_NW, sums)
+        ctx.width = weight_VD.shape[1]
+        return sums[0] / sums[1]
 
-def loss_backward(
-    dloss: Tensor,
-    sums: Tensor,
-    logits_NW: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    num_words: int,
-    ignored: int,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the logits before the bias, and of the bias."""
-    programs, settings = _cut(logits_NW)
-    dlogits_NW = torch.empty_like(logits_NW)
-    dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
-    given = (dloss, sums, logits_NW, bias_V, targets_N.contiguous(), dlogits_NW, dbias)
-    with on(logits_NW):
-        loss_bwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
-    return dlogits_NW, dbias.sum(0)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, w_WD, bias_V, targets_N, logits_NW, sums = ctx.saved_tensors
+        programs, blocks = _cut(logits_NW)
+        num_words = ctx.sizes[1]
+        dlogits_NW = torch.empty_like(logits_NW)
+        dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
+        given = (dloss, sums, logits_NW, bias_V, targets_N, dlogits_NW, dbias)
+        with on(logits_NW):
+            loss_bwd_kernel[(programs,)](*given, *ctx.sizes, **blocks)
+        dh_ND = (dlogits_NW @ w_WD)[:, : ctx.width].to(ctx.h_dtype) if ctx.needs_input_grad[0] else None
+        dweight_VD = product(dlogits_NW.t(), x_ND)[:num_words, : ctx.width]
+        return dh_ND, dweight_VD, None if bias_V is None else dbias.sum(0), None, None, None
 
 
 def _cut(logits_NW: Tensor) -> tuple[int, dict[str, int]]:

@@ -1,20 +1,22 @@
-"""The kernels of `norm.py`. Statistics are computed again in the backward pass: a row is read in any case."""
+"""The Triton kernels of `norm.py`. Statistics are computed again in the backward pass: a row is read in any case."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
-from rankwise.lab.kernels.dropout import Dropout, seed_and_rate
-from rankwise.lab.kernels.dropout_kernels import kept
+from rankwise.lab.kernels.dropout import draw, kept
 
 ELEMENTS = 4096
 """Numbers that a program holds at a time."""
 PROGRAMS = 2048
-"""Of the backward pass: each sums up the gradients of weight and bias over its rows."""
+"""Programs of the backward pass: each sums up the gradients of weight and bias over its rows."""
 
 
 @triton.jit
@@ -97,47 +99,51 @@ def norm_bwd_kernel(
     tl.store(p_sums + (num_programs + i_program) * D + o_d, b_dbias, mask=o_d < D)
 
 
-def norm_forward(
-    x: Tensor,
-    addend: Tensor | None,
-    weight_D: Tensor,
-    bias_D: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    dropout: Dropout | None,
-) -> Tensor:
-    """The normalized rows in `dtype`."""
-    x, addend = x.contiguous(), None if addend is None else addend.contiguous()
-    num_rows, width, blocks = _cut(x)
-    y = torch.empty_like(x, dtype=dtype)
-    with on(x):
-        norm_fwd_kernel[(triton.cdiv(num_rows, blocks["BLOCK_N"]),)](
-            *(x, addend, *seed_and_rate(dropout), weight_D, bias_D, y, eps, num_rows, width),
-            **blocks,
-        )
-    return y
+class LayerNorm(torch.autograd.Function):
+    """The normalized rows of x + dropout(addend), in `dtype`."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        addend: Tensor | None,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        dropout: float,
+    ) -> Tensor:
+        x, addend = x.contiguous(), None if addend is None else addend.contiguous()
+        ctx.eps, ctx.dropout = eps, draw(dropout, x.device)
+        ctx.save_for_backward(x, addend, weight_D)
+        num_rows, width, blocks = _cut(x)
+        y = torch.empty_like(x, dtype=dtype)
+        with on(x):
+            norm_fwd_kernel[(triton.cdiv(num_rows, blocks["BLOCK_N"]),)](
+                *(x, addend, *ctx.dropout, weight_D, bias_D, y, eps, num_rows, width), **blocks
+            )
+        return y
 
-def norm_backward(
-    dy: Tensor, x: Tensor, addend: Tensor | None, weight_D: Tensor, eps: float, dropout: Dropout | None
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of x, addend, weight and bias."""
-    dy, x, addend = dy.contiguous(), x.contiguous(), None if addend is None else addend.contiguous()
-    num_rows, width, blocks = _cut(x)
-    programs = min(PROGRAMS, triton.cdiv(num_rows, blocks["BLOCK_N"]))
-    dx, sums = torch.empty_like(x), x.new_empty(2, programs, width, dtype=torch.float32)
-    daddend = None if addend is None or dropout is None else torch.empty_like(addend)
-    with on(x):
-        norm_bwd_kernel[(programs,)](
-            *(dy, x, addend, *seed_and_rate(dropout), weight_D, dx, daddend, sums, eps, num_rows, width),
-            num_warps=8,
-            **blocks,
-        )
-    if addend is not None and dropout is None:
-        # that of x
-        daddend = dx.to(addend.dtype)
-    dweight_D, dbias_D = sums.sum(1).to(weight_D.dtype)
-    return dx, daddend, dweight_D, dbias_D
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, addend, weight_D = ctx.saved_tensors
+        num_rows, width, blocks = _cut(x)
+        programs = min(PROGRAMS, triton.cdiv(num_rows, blocks["BLOCK_N"]))
+        dx, sums = torch.empty_like(x), x.new_empty(2, programs, width, dtype=torch.float32)
+        drops = addend is not None and ctx.dropout.seed is not None
+        daddend = torch.empty_like(addend) if drops else None
+        with on(x):
+            norm_bwd_kernel[(programs,)](
+                *(dy.contiguous(), x, addend, *ctx.dropout, weight_D, dx, daddend, sums, ctx.eps, num_rows, width),
+                num_warps=8,
+                **blocks,
+            )
+        if addend is not None and not drops:
+            # without dropout the gradient of the addend is that of x
+            daddend = dx.to(addend.dtype)
+        dweight_D, dbias_D = sums.sum(1).to(weight_D.dtype)
+        return dx, daddend, dweight_D, dbias_D, None, None, None
 
 
 def _cut(x: Tensor) -> tuple[int, int, dict[str, int]]:

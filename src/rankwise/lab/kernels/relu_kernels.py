@@ -1,18 +1,20 @@
-"""The kernels of `relu.py`."""
+"""The Triton kernels of `relu.py`: the output holds all that the gradient needs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
-from rankwise.lab.kernels.dropout import Dropout, seed_and_rate
-from rankwise.lab.kernels.dropout_kernels import kept
+from rankwise.lab.kernels.dropout import draw, kept
 
 BLOCK = 2048
-"""Numbers of one program."""
+"""Numbers that one program computes."""
 
 
 @triton.jit
@@ -33,18 +35,26 @@ def relu_bwd_kernel(p_dy, p_y, p_dx, dropout, N, BLOCK: tl.constexpr):
     tl.store(p_dx + o_n, tl.where(b_y > 0, b_dy / (1 - dropout), 0.0), mask=o_n < N)
 
 
-def relu_forward(x: Tensor, dropout: Dropout | None) -> Tensor:
+class ReluDropout(torch.autograd.Function):
     """dropout(relu(x))."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    with on(x):
-        relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, *seed_and_rate(dropout), y, x.numel(), BLOCK=BLOCK)
-    return y
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        with on(x):
+            relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, *draw(dropout, x.device), y, x.numel(), BLOCK=BLOCK)
+        ctx.dropout = dropout
+        ctx.save_for_backward(y)
+        return y
 
-def relu_backward(dy: Tensor, y: Tensor, dropout: float) -> Tensor:
-    """The gradient of x."""
-    dx = torch.empty_like(y)
-    with on(y):
-        relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](dy.contiguous(), y, dx, dropout, y.numel(), BLOCK=BLOCK)
-    return dx
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        dx = torch.empty_like(y)
+        with on(y):
+            relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                dy.contiguous(), y, dx, ctx.dropout, y.numel(), BLOCK=BLOCK
+            )
+        return dx, None

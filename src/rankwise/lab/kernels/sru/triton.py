@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rankwise.kernels.device import on
 from rankwise.kernels.linear_kernels import stack_sums
-from rankwise.lab.kernels.dropout import Dropout, seed_and_rate
-from rankwise.lab.kernels.dropout_kernels import kept
+from rankwise.lab.kernels.dropout import NO_DROPOUT, Dropout, kept
 from rankwise.lab.kernels.sru import reference, register_operator
 
 
@@ -272,7 +271,7 @@ def forward(
     scale: float,
     *,
     keeps_states: bool,
-    dropout: Dropout | None = None,
+    dropout: Dropout = NO_DROPOUT,
     launch: Launch = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs (T, B, D), the last state (B, D) and the state before each step (T, B, D; none if not kept)."""
@@ -290,7 +289,7 @@ def forward(
             bias_GD.contiguous(),
             c0_BD.contiguous(),
             mask_BD,
-            *seed_and_rate(dropout),
+            *dropout,
             h_TBD,
             states_TBD if keeps_states else None,
             c_BD,
@@ -311,11 +310,11 @@ def backward(
     mask_BD: Tensor | None,
     scale: float,
     *,
-    dropout: Dropout | None = None,
+    dropout: Dropout = NO_DROPOUT,
     launch: Launch = BACKWARD,
 ) -> Gradients:
     """Gradients of every input from those of the outputs."""
-    assert dropout is None or arrivals.rows is None, "statistics are of rows without dropout"
+    assert dropout.seed is None or arrivals.rows is None, "statistics are of rows without dropout"
     steps, batch, num_projections, width = u_TBKD.shape
     u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
     dh_TBD, dh_product_TBD = arrivals.dh_TBD.contiguous(), _contiguous(arrivals.dh_product_TBD)
@@ -336,7 +335,7 @@ def backward(
             bias_GD.contiguous(),
             states_TBD,
             mask_BD,
-            *seed_and_rate(dropout),
+            *dropout,
             dh_TBD,
             dh_product_TBD,
             *rows,
