@@ -30,7 +30,7 @@ HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(tor
 
 
 def linear(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`; x is multiplied as it lies in memory, time first or batch first."""
+    """`F.linear`, without copying an x whose first two dimensions are transposed."""
     if x_BI.dim() == 3 and not x_BI.is_contiguous() and x_BI.transpose(0, 1).is_contiguous():
         return linear(x_BI.transpose(0, 1), weight_OI, bias_O).transpose(0, 1)
     if _suits_onednn(x_BI, weight_OI):
@@ -91,7 +91,7 @@ def padded(x_NI: Tensor, dtype: torch.dtype, *, rows: bool = False) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x y in float32 at least."""
+    """x y, at least in float32."""
     if x.dtype.itemsize > 2:
         return x @ y
     if x.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
@@ -109,7 +109,7 @@ def column_sums(x_NO: Tensor) -> Tensor:
 
 
 def call(module: nn.Module, x_BI: Tensor) -> Tensor:
-    """`module(x)`; plain linear layers, one after the other too, by `linear`."""
+    """`module(x)`, by `linear` where the module is a plain linear layer or a chain of them."""
     if is_observed(module):
         y: Tensor = module(x_BI)
         return y
@@ -124,7 +124,7 @@ def call(module: nn.Module, x_BI: Tensor) -> Tensor:
 
 
 def _suits_onednn(x_BI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether this is inference in float32 on a CPU, of enough rows to pay for the weight's new layout."""
+    """Whether this is inference in float32 on a CPU with enough rows to pay for laying out the weight."""
     return (
         infers_on_cpu(x_BI)
         and x_BI.dtype == weight_OI.dtype == torch.float32
@@ -135,7 +135,7 @@ def _suits_onednn(x_BI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def half_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of two bytes that a product with x is computed in on a GPU, if it is one of two bytes."""
+    """The half-precision dtype in which a product with x is computed on a GPU; None if it is not half precision."""
     if x.device.type != "cuda":
         return None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype

@@ -14,7 +14,7 @@ from rankwise.kernels.device import on
 from rankwise.kernels.linear import MULTIPLE
 
 SPLITS = 512
-"""Parts of the rows that are summed up by programs of their own."""
+"""How many programs sum up the rows of one column."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def stack_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def select_rows_kernel(p_q, p_z, p_active, p_c, D, W, BLOCK_D: tl.constexpr):
-    """C = (z Q)[active], its rows filled up with zeros to W."""
+    """C = (z Q)[active], its rows padded with zeros to W."""
     i_k = tl.program_id(0)
     i_r = tl.load(p_active + i_k)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -55,9 +55,9 @@ def select_rows_kernel(p_q, p_z, p_active, p_c, D, W, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def find_places(p_places, p_active, o_r, K):
-    """Which of the K components that take part component r is, and whether it is one.
+    """The position of component r among the K active ones, and whether it is active.
 
-    `places` was written for those alone: what it holds for others is any number, which `active` does not confirm.
+    `places` is only written for active components: what it holds for others is arbitrary, and `active` disproves it.
     """
     b_k = tl.load(p_places + o_r)
     b_found = (b_k >= 0) & (b_k < K)
@@ -131,7 +131,7 @@ def stack_sums(x_SND: Tensor) -> Tensor:
 
 
 def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch.dtype) -> Tensor:
-    """(z Q)[active] in `dtype`, its rows filled up with zeros to a multiple of `MULTIPLE`."""
+    """(z Q)[active] in `dtype`, its rows padded with zeros to a multiple of `MULTIPLE`."""
     q_RI = q_RI.contiguous()
     num_kept, num_inputs = active_K.numel(), q_RI.shape[1]
     width = num_inputs + -num_inputs % MULTIPLE
@@ -146,7 +146,7 @@ def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch
 def put_rows(
     dc_KW: Tensor, q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, places_R: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of Q and z, zero at the components that took no part."""
+    """Gradients of Q and z, zero for components that are not active."""
     q_RI = q_RI.contiguous()
     dq_RI, dz_R = torch.empty_like(q_RI), None if z_R is None else torch.empty_like(z_R)
     with on(q_RI):
@@ -159,7 +159,7 @@ def put_rows(
 
 
 def select_columns(p_OR: Tensor, active_K: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """P[:, active] in `dtype`, and what finds the place of a component in `active`."""
+    """P[:, active] in `dtype`, and the position in `active` of each active component."""
     p_OR, num_kept = p_OR.contiguous(), active_K.numel()
     kept_OK = p_OR.new_empty(p_OR.shape[0], num_kept, dtype=dtype)
     places_R = p_OR.new_empty(p_OR.shape[1], dtype=torch.int32)
@@ -173,7 +173,7 @@ def select_columns(p_OR: Tensor, active_K: Tensor, dtype: torch.dtype) -> tuple[
 
 
 def put_columns(dkept_OK: Tensor, p_OR: Tensor, active_K: Tensor, places_R: Tensor) -> Tensor:
-    """The gradient of P, zero at the components that took no part."""
+    """The gradient of P, zero for components that are not active."""
     dp_OR = torch.empty_like(p_OR, memory_format=torch.contiguous_format)
     num_outputs, rank = p_OR.shape
     block_r = min(512, triton.next_power_of_2(rank))

@@ -1,6 +1,6 @@
 """`torch.export`'s own file: runs in PyTorch without the model's code.
 
-The format is torch's. Unlike what `rankwise.save` writes it is no plain data: load only files that you trust.
+The format is torch's. Unlike what `rankwise.save` writes, it can hold code: load only files that you trust.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Co
         try:
             return open_corpus(target)
         except DataError:
-            # made anew below; the cache is ours, and its text is at hand
+            # prepared again below
             pass
     for text in source.texts:
         if text.path and text.digest:

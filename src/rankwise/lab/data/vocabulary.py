@@ -196,7 +196,7 @@ class Vocabulary:
             ) from None
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """The text of some numbers; bytes that are no UTF-8 appear as the replacement character."""
+        """The text of some numbers; bytes that are not UTF-8 appear as the replacement character."""
         tokens = (self.tokens[number] for number in numbers)
         if self.kind != "word":
             return b"".join(tokens).decode("utf-8", "replace")

@@ -2,8 +2,8 @@
 
     y = z (Q (gamma (x - mean x) rstd + beta))            u = P y
 
-`rstd`, one over the standard deviation of each row, is an argument: whoever makes x makes it too, so that the gradient
-of x through it can be added where x is made. z and `active` are those of a gated pair: only the components named by
+`rstd`, one over the standard deviation of each row, is an argument: it is computed where x is computed, so that the
+gradient of x through it can be added there. z and `active` are those of a gated pair: only the components named by
 `active` are computed, each times its z. `reference` is the same in plain PyTorch.
 
 With A = diag(z) Q diag(gamma), (x - mean x) A^T = x C^T, where the rows of C are those of A less their mean. So

@@ -108,7 +108,7 @@ class Dataset:
 
     task: Task
     title: str
-    """With the number of training rows where they are not all of them."""
+    """The title of the task, with the number of training rows where some are left out."""
     train: Rows
     dev: Rows
     fingerprint: str
@@ -181,7 +181,7 @@ def read_rows(path: Path, task: Task) -> Rows:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Number and fields of each line; a byte-order mark at the start is no part of the text."""
+    """Number and fields of each line; a byte-order mark at the start is left out."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

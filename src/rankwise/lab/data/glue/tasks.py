@@ -21,9 +21,9 @@ class Task:
     """One task. Data, no code."""
 
     name: str
-    """As on the command line."""
+    """The name on the command line."""
     title: str
-    """As published; also the name of its folder."""
+    """The published name, which is also that of its folder."""
     texts: tuple[str, ...]
     """The columns of the one or two texts."""
     label: str
@@ -34,11 +34,11 @@ class Task:
     metrics: tuple[str, ...]
     """The official ones; the first is shown where one must do."""
     columns: tuple[str, ...] = ()
-    """Of a file without a header."""
+    """The columns of a file without a header."""
     dev: str = "dev.tsv"
-    """Its development set. The labels of the test sets are not published."""
+    """The file of the development set. Labels of the test sets are not published."""
     train_rows: int
-    """Of the whole training set."""
+    """The number of rows in the whole training set."""
 
     @property
     def num_labels(self) -> int:

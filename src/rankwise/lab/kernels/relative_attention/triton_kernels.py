@@ -53,7 +53,7 @@ def _scores(b_q, b_k, p_places, o_s, b_seen, MASKED: tl.constexpr):
 
 @triton.jit
 def _places(p_scores, o_t, T, S):
-    """Where scores by distance lie for key 0, by query; beyond the last query those of the last."""
+    """Pointers to the scores by distance for key 0, by query; rows beyond the last query repeat the last."""
     return p_scores + (tl.minimum(o_t, T - 1) * (S - 1) + (T - 1))[:, None]
 
 
@@ -324,7 +324,7 @@ def attention_merge_kernel(
     o_b, o_t = o_n // S, o_n % S - (S - T)
     b_in = (o_n < B * S)[:, None] & (o_a < A)[None, :]
     b_query = b_in & (o_t >= 0)[:, None]
-    # parts lie by head and by query
+    # both parts are stored by head and by query
     o_content = ((o_b[:, None] * H + (o_a // E)[None, :]) * T + o_t[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
     o_position = ((o_a // E)[None, :] * (B * T) + (o_b * T + o_t)[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
     b_dcontent = tl.load(p_dcontent + o_content, mask=b_query, other=0.0).to(tl.float32) * scale

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     """The output of a layer for a product that is normalized by row."""
 
     h_TBD: Tensor
-    """In the memory of the output itself, with a gradient of its own."""
+    """The output itself, sharing its memory, with a separate gradient."""
     rstd_TB: Tensor
     """1 / sigma of each row."""
 
@@ -43,8 +43,8 @@ def recurrence(
     """Outputs and last state of `reference.sru`, and between them the outputs as rows for the next layer.
 
     Args:
-        eps: of the layer norm that comes next; None where there is none, and then there are no rows.
-        dropout: of the outputs; not with `eps`.
+        eps: that of the layer norm that comes next; None without one, and then there are no rows.
+        dropout: the dropout rate of the outputs; not with `eps`.
     """
     h_TBD, same_TBD, rstd_TB, c_BD = _Recurrence.apply(  # type: ignore[no-untyped-call]
         u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD, scale, eps, dropout

@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
     du_TBKD: Tensor
     dx_TBD: Tensor | None
     dgates_4D: Tensor
-    """Those of weight_c and of bias, in float32."""
+    """The gradients of weight_c and of bias, in float32."""
     dc0_BD: Tensor
     dmask_BD: Tensor | None
 
@@ -77,7 +77,7 @@ def _load_block(p_row, o_d, b_in):
 
 @triton.jit
 def _load_step(p_u, p_x, i_row, o_d, b_in, D, K: tl.constexpr):
-    """v, p, q and the highway of one step, as they lie in memory."""
+    """v, p, q and the highway of one step, in the dtype of u."""
     p_u += i_row * K * D
     b_v = tl.load(p_u + o_d, mask=b_in, other=0.0)
     b_p = tl.load(p_u + D + o_d, mask=b_in, other=0.0)
@@ -110,10 +110,8 @@ def sru_fwd_kernel(
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
     b_in = o_d < D
-    b_wf = _load_block(p_weight_c, o_d, b_in)
-    b_wr = _load_block(p_weight_c + D, o_d, b_in)
-    b_bf = _load_block(p_bias, o_d, b_in)
-    b_br = _load_block(p_bias + D, o_d, b_in)
+    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
+    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
     b_c = _load_block(p_c0 + i_b * D, o_d, b_in)
     b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_c
     seed = tl.load(p_seed) if p_seed is not None else 0
@@ -193,10 +191,8 @@ def sru_bwd_kernel(
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
     b_in = o_d < D
-    b_wf = _load_block(p_weight_c, o_d, b_in)
-    b_wr = _load_block(p_weight_c + D, o_d, b_in)
-    b_bf = _load_block(p_bias, o_d, b_in)
-    b_br = _load_block(p_bias + D, o_d, b_in)
+    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
+    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
     b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_wf
     seed = tl.load(p_seed) if p_seed is not None else 0
     b_zero = tl.zeros([BLOCK_D], dtype=tl.float32)
