@@ -257,22 +257,13 @@ class _NormedPair(torch.autograd.Function):
 def _fold(
     q_RD: Tensor, gamma_D: Tensor, beta_D: Tensor, z_R: Tensor | None, active: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """C in `dtype` and t in float32, of the components that take part."""
+    """C in `dtype` and t in float32, of the active components."""
     rank, width = (q_RD if active is None else active).shape[0], q_RD.shape[1]
     c_RD = q_RD.new_empty(rank, width, dtype=dtype)
     t_R = q_RD.new_empty(rank, dtype=torch.float32)
     with on(q_RD):
         fold_kernel[(rank,)](
-            q_RD,
-            gamma_D,
-            beta_D,
-            z_R,
-            active,
-            c_RD,
-            t_R,
-            width,
-            BLOCK_D=triton.next_power_of_2(width),
-            num_warps=8,
+            q_RD, gamma_D, beta_D, z_R, active, c_RD, t_R, width, BLOCK_D=triton.next_power_of_2(width), num_warps=8
         )
     return c_RD, t_R
 
@@ -287,31 +278,15 @@ def _fold_bwd(
     active: Tensor | None,
     places_R: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of Q, gamma, beta and z; zero at the components that took no part.
-
-    That of t comes in parts, one a row of `dt_blocks`.
-    """
+    """Gradients of Q, gamma, beta and z, zero for components that are not active; `dt_blocks` add up to that of t."""
     rank, width = q_RD.shape
     dq_RD, dz_R = torch.empty_like(q_RD), None if z_R is None else torch.empty_like(z_R)
     num_blocks, programs = dt_blocks.shape[0], min(PROGRAMS, rank)
     sums = dc_RD.new_empty(2, programs, width, dtype=torch.float32)
+    inputs = (dc_RD, dt_blocks, q_RD, gamma_D, beta_D, z_R, active, places_R)
     with on(q_RD):
         fold_bwd_kernel[(programs,)](
-            dc_RD,
-            dt_blocks,
-            q_RD,
-            gamma_D,
-            beta_D,
-            z_R,
-            active,
-            places_R,
-            dq_RD,
-            dz_R,
-            sums,
-            rank,
-            dc_RD.shape[0],
-            width,
-            num_blocks,
+            *(*inputs, dq_RD, dz_R, sums, rank, dc_RD.shape[0], width, num_blocks),
             BLOCK_T=triton.next_power_of_2(num_blocks),
             BLOCK_D=triton.next_power_of_2(width),
             num_warps=8,
@@ -346,6 +321,6 @@ def _scale_rows_bwd(dy_NR: Tensor, y_NR: Tensor, rstd_N: Tensor, t_R: Tensor) ->
 
 
 def _cut(rank: int, elements: int) -> tuple[int, int]:
-    """Rows and components of a program."""
+    """The rows and components that one program holds."""
     block_r = triton.next_power_of_2(rank)
     return max(1, elements // block_r), block_r

@@ -276,22 +276,12 @@ def forward(
     h_TBD = u_TBKD.new_empty(steps, batch, width)
     states_TBD = u_TBKD.new_empty(steps if keeps_states else 0, batch, width)
     c_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    grid = (triton.cdiv(width, launch.block_d), batch)
+    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), c0_BD.contiguous(), mask_BD, *dropout)
+    outputs = (h_TBD, states_TBD if keeps_states else None, c_BD)
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
     with on(u_TBKD):
-        sru_fwd_kernel[grid](
-            u_TBKD,
-            x_TBD,
-            weight_c_GD.contiguous(),
-            bias_GD.contiguous(),
-            c0_BD.contiguous(),
-            mask_BD,
-            *dropout,
-            h_TBD,
-            states_TBD if keeps_states else None,
-            c_BD,
-            scale,
-            *(steps, batch, width, num_projections, launch.block_d, launch.stages),
-            num_warps=launch.num_warps,
+        sru_fwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
+            *inputs, *outputs, scale, *sizes, num_warps=launch.num_warps
         )
     return h_TBD, c_BD, states_TBD
 
@@ -322,28 +312,13 @@ def backward(
     dgates_4BD = u_TBKD.new_empty(4, batch, width, dtype=torch.float32)
     dc0_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
     dmask_BD = None if mask_BD is None else torch.empty_like(mask_BD)
-    grid = (triton.cdiv(width, launch.block_d), batch)
+    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), states_TBD, mask_BD, *dropout)
+    gradients = (dh_TBD, dh_product_TBD, *rows, dc_BD)
+    outputs = (du_TBKD, dx_TBD, dgates_4BD, dc0_BD, dmask_BD)
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
     with on(u_TBKD):
-        sru_bwd_kernel[grid](
-            u_TBKD,
-            x_TBD,
-            weight_c_GD.contiguous(),
-            bias_GD.contiguous(),
-            states_TBD,
-            mask_BD,
-            *dropout,
-            dh_TBD,
-            dh_product_TBD,
-            *rows,
-            dc_BD,
-            du_TBKD,
-            dx_TBD,
-            dgates_4BD,
-            dc0_BD,
-            dmask_BD,
-            scale,
-            *(steps, batch, width, num_projections, launch.block_d, launch.stages),
-            num_warps=launch.num_warps,
+        sru_bwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
+            *inputs, *gradients, *outputs, scale, *sizes, num_warps=launch.num_warps
         )
     return Gradients(du_TBKD, dx_TBD, stack_sums(dgates_4BD), dc0_BD, dmask_BD)
 
