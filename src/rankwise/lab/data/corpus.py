@@ -164,18 +164,6 @@ def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Co
     return open_corpus(target)
 
 
-def find_prepared(fingerprint: str, cache: Path) -> Corpus | None:
-    """The corpus with this fingerprint that was prepared in `cache` before; None where there is none."""
-    for about in sorted((cache / CORPORA).glob("*/corpus.json")):
-        try:
-            corpus = open_corpus(about.parent)
-        except DataError:
-            continue
-        if corpus.fingerprint == fingerprint:
-            return corpus
-    return None
-
-
 def _write(source: Source, folder: Path, progress: Progress | None) -> None:
     symbols = symbols_of(source.kind)
     scratch = folder / "scratch"

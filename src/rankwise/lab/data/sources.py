@@ -32,7 +32,7 @@ from typing import Any
 
 from rankwise.errors import DataError, nearest
 from rankwise.files import cache_folder
-from rankwise.lab.data.corpus import SPLITS, Corpus, Source, Unit, find_prepared, prepare
+from rankwise.lab.data.corpus import CORPORA, SPLITS, Corpus, Source, Unit, open_corpus, prepare
 from rankwise.lab.data.download import PUBLISHED, fetch, unpack
 from rankwise.lab.data.text import Progress, Text, read_blocks, text_of
 
@@ -98,18 +98,25 @@ def load_corpus(
 
 def load_prepared(fingerprint: str, *, cache: str | os.PathLike[str] | None = None) -> Corpus | None:
     """The corpus with this fingerprint, where `load_corpus` has prepared it in `cache` before; no text is opened."""
-    return find_prepared(fingerprint, Path(cache) if cache is not None else cache_folder())
+    store = Path(cache) if cache is not None else cache_folder()
+    for about in sorted((store / CORPORA).glob("*/corpus.json")):
+        try:
+            corpus = open_corpus(about.parent)
+        except DataError:
+            continue
+        if corpus.fingerprint == fingerprint:
+            return corpus
+    return None
 
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:
     if name == "pydoc":
-        return Source(
-            name=name,
-            kind="character",
-            texts=(pydoc_text(),),
-            rules=PYDOC_RULES,
-            provenance=_pydoc_provenance(),
-        )
+        provenance = {
+            "source": "pydoc topics and docstrings of the standard library",
+            "python": platform.python_version(),
+            "implementation": platform.python_implementation(),
+        }
+        return Source(name=name, kind="character", texts=(pydoc_text(),), rules=PYDOC_RULES, provenance=provenance)
     archive = name.removesuffix("-words")
     published = PUBLISHED[archive]
     folder = _folder_of(archive, data, store, progress)
@@ -196,15 +203,6 @@ def pydoc_text() -> Text:
     """The text of this Python; its label says which one."""
     version = f"{platform.python_implementation()} {platform.python_version()}"
     return Text(label=f"pydoc topics and docstrings of {version}", blocks=_pydoc_blocks)
-
-
-def _pydoc_provenance() -> dict[str, Any]:
-    """What a record says of the corpus."""
-    return {
-        "source": "pydoc topics and docstrings of the standard library",
-        "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
-    }
 
 
 def _pydoc_blocks() -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,28 +29,13 @@ END_OF_LINE = b"<eos>"
 UNKNOWN = b"<unk>"
 
 
-class Symbols(Protocol):
-    """Numbers the tokens of texts."""
-
-    dtype: Any
-    """Holds every provisional number."""
-
-    num_special: int
-    """The first numbers, which belong to the vocabulary however rare they are."""
-
-    @property
-    def num_numbers(self) -> int:
-        """All numbers given so far are below this."""
-
-    def number(self, text: Text) -> Iterator[Array]:
-        """The provisional numbers of a text, in order."""
-
-    def spell(self, numbers: Array) -> list[bytes]:
-        """The tokens that have these numbers."""
-
-
 class Bytes:
-    """Each byte is a token; any file will do."""
+    """Each byte is a token; any file can be read.
+
+    As the other two kinds: `number` yields the provisional numbers of a text in order, all below `num_numbers`, in
+    `dtype`; `spell` gives the tokens of such numbers. The first `num_special` numbers belong to the vocabulary however
+    rare they are.
+    """
 
     dtype = np.uint8
     num_special = 0
@@ -125,8 +110,11 @@ def split_words(text: bytes) -> list[bytes]:
     return text.replace(b"\n", b" " + END_OF_LINE + b" ").split()
 
 
+Symbols: TypeAlias = Bytes | Characters | Words
+
+
 def symbols_of(kind: Kind) -> Symbols:
-    """A fresh numbering of one kind of token."""
+    """A new numbering of one kind of token."""
     kinds: dict[Kind, type[Symbols]] = {"byte": Bytes, "character": Characters, "word": Words}
     return kinds[kind]()
 
