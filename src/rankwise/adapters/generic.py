@@ -16,7 +16,7 @@ from rankwise.adapters.names import Pattern, chosen
 from rankwise.adapters.readers import only_called, readers
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
-from rankwise.errors import PlanError
+from rankwise.errors import InvalidTypeError, PlanError
 from rankwise.modules import LowRankHead
 
 
@@ -45,7 +45,7 @@ def plan_by_name(model: nn.Module, included: Collection[str] | None, excluded: C
 def check_ungated(model: nn.Module) -> None:
     """Refuse what is no model, a model that has nothing to prune, and one that is being pruned already."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if next(model.parameters(), None) is None:
         raise PlanError(f"The model must have parameters, but {type(model).__name__} has none.")
     if any(isinstance(module, GatedLayer) for module in model.modules()):

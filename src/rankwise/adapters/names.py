@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from rankwise.errors import PlanError, nearest
+from rankwise.errors import InvalidTypeError, PlanError, nearest
 
 Pattern = str | Sequence[str]
 """A regular expression that a module's whole name must match, or names: each matches itself and as a last part."""
@@ -26,7 +26,7 @@ def chosen(model: nn.Module, word: str, pattern: Pattern, known: Collection[str]
     is_name = not isinstance(pattern, str)
     words = [pattern] if isinstance(pattern, str) else pattern
     if not isinstance(words, Iterable) or not all(isinstance(each, str) for each in words):
-        raise TypeError(f"`{word}` must be a string or a list of names, but is {pattern!r} instead.")
+        raise InvalidTypeError(f"`{word}` must be a string or a list of names, but is {pattern!r} instead.")
     every = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: set[str] = set()
     for asked in words:

@@ -27,7 +27,7 @@ from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.deploy.measure import evaluating
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidTypeError
 from rankwise.modules import SIZES, LowRankHead, PivotLinear, SelectedLinear
 
 Inputs = Mapping[str, Any]
@@ -83,7 +83,7 @@ def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
             yield from ((f"{name}_{i}", part) for i, part in enumerate(value))
         else:
-            raise TypeError(
+            raise InvalidTypeError(
                 f"`example_inputs` must hold tensors, or tuples of them, by name, but {name!r} is "
                 f"{type(value).__name__} instead. Example: {{'input_ids': tokens}}."
             )
@@ -108,9 +108,9 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     A size of 1 in the example counts as fixed, so give a batch and a length of 2 or more.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if not isinstance(example_inputs, Mapping) or not example_inputs:
-        raise TypeError(
+        raise InvalidTypeError(
             f"`example_inputs` must be a dictionary of inputs by name, but is {type(example_inputs).__name__} instead. "
             "Example: {'input_ids': tokens}."
         )

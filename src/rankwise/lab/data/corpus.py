@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from rankwise.errors import DataError
+from rankwise.errors import DataError, InvalidValueError
 from rankwise.files import sync
 from rankwise.lab.data.text import Progress, Text, check_digest, reason
 from rankwise.lab.data.vocabulary import Array, Kind, Symbols, Vocabulary, by_frequency, symbols_of
@@ -83,11 +83,11 @@ def open_corpus(folder: Path) -> Corpus:
     try:
         about = json.loads((folder / "corpus.json").read_bytes())
         if (about["format"], about["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
+            raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
         splits = {split: np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False) for split in SPLITS}
         for split, tokens in splits.items():
             if tokens.shape != (about["tokens"][split],):
-                raise ValueError(f"{split}.npy holds {tokens.shape} tokens, not {about['tokens'][split]}")
+                raise InvalidValueError(f"{split}.npy holds {tokens.shape} tokens, not {about['tokens'][split]}")
         return Corpus(
             name=about["name"],
             unit=about["unit"],
