@@ -17,7 +17,7 @@ from rankwise.lab.data.windows import Windows
 from rankwise.version import VERSION
 from tests.cli.cli_toys import python, words
 
-PIPELINE = "rankwise.lab.experiments.arms.run"
+PIPELINE = "rankwise.lab.experiments.pipeline.run"
 
 
 def failing(error: BaseException) -> object:

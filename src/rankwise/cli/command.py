@@ -12,7 +12,7 @@ from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
-    from rankwise.lab.experiments.arms import AnyExperiment
+    from rankwise.lab.tasks.base import Experiment
 
 Options = argparse.Namespace
 
@@ -35,7 +35,7 @@ class Command:
     arguments: Callable[[Parser], None]
     """Adds them to its parser."""
     run: Callable[[Options], None]
-    experiment: Callable[[Options], AnyExperiment] | None = None
+    experiment: Callable[[Options], Experiment] | None = None
     """What its settings are those of, for a command that takes settings. Its first argument is called `target`."""
 
 

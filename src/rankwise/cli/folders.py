@@ -30,7 +30,7 @@ class Own:
     @property
     def vocabulary(self) -> Vocabulary | None:
         from rankwise.lab.data.vocabulary import Vocabulary
-        from rankwise.lab.experiments.folder import VOCABULARY
+        from rankwise.lab.experiments.run_folder import VOCABULARY
 
         return Vocabulary.from_json(self.beside[VOCABULARY]) if self.beside else None
 
@@ -53,7 +53,8 @@ def open_own(folder: Path) -> Own | None:
     """The model of a run or of `rankwise.save`; None for other folders."""
     from rankwise.deploy.load import load
     from rankwise.deploy.save import OF_RUN, STRUCTURE
-    from rankwise.lab.experiments.folder import EXPERIMENT, load_run, read
+    from rankwise.lab.experiments.run_folder import EXPERIMENT, load_run
+    from rankwise.lab.training.records import read_json
 
     if (folder / EXPERIMENT).is_file():
         run = load_run(folder)
@@ -62,7 +63,7 @@ def open_own(folder: Path) -> Own | None:
         model, place = load(folder).eval(), folder.resolve().parent
     else:
         return None
-    found = {name: read(place / name) for name in OF_RUN}
+    found = {name: read_json(place / name) for name in OF_RUN}
     whole = {name: content for name, content in found.items() if content is not None}
     return Own(model, whole if len(whole) == len(found) else {})
 
@@ -71,14 +72,17 @@ def open_empty(target: str) -> tuple[nn.Module, list[str]]:
     """The model of a folder, or of a name on the hub, without its weights; and what is assumed of it."""
     from rankwise.deploy.load import load_empty
     from rankwise.deploy.save import STRUCTURE
-    from rankwise.lab.experiments.folder import EXPERIMENT, find_run
+    from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
 
     folder = Path(target)
     if (folder / EXPERIMENT).is_file():
-        return load_empty(find_run(folder)[1]), []
-    if (folder / STRUCTURE).is_file():
+        model = find_run(folder).path
+        if (model / STRUCTURE).is_file():
+            return load_empty(model), []
+        target = str(model)
+    elif (folder / STRUCTURE).is_file():
         return load_empty(folder), []
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    elif folder.is_dir() and not (folder / "config.json").is_file():
         raise _holds_none(folder)
     from rankwise.hf.skeleton import empty_model
 

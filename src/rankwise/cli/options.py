@@ -11,7 +11,7 @@ from rankwise.cli.command import Command, Options, Parser, UsageError, no_such_o
 from rankwise.cli.tables import columns, wrapped
 
 if TYPE_CHECKING:
-    from rankwise.lab.experiments.arms import AnyExperiment
+    from rankwise.lab.tasks.base import Experiment
 
 HELP = ("-h", "--help")
 INDENT = 36
@@ -48,10 +48,10 @@ def split(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], l
     return own, given
 
 
-def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
+def configured(experiment: Experiment, options: Options) -> Experiment:
     """The experiment with the settings that were given."""
-    from rankwise.lab.experiments.arms import check_seed
     from rankwise.lab.experiments.fields import override, settings
+    from rankwise.lab.tasks.base import check_seed
 
     names = [*settings(experiment), "method"]
     for name, text in options.given:
@@ -72,7 +72,7 @@ def _unknown(name: str, names: Sequence[str], known: Sequence[str]) -> UsageErro
     return no_such_option(f"--{name}", [*known, *(f"--{setting}" for setting in names)])
 
 
-def _example(experiment: AnyExperiment, name: str) -> str:
+def _example(experiment: Experiment, name: str) -> str:
     from rankwise.lab.experiments.fields import BOTH, settings
 
     known = settings(experiment)
@@ -96,7 +96,7 @@ def help_of(command: Command, arguments: Sequence[str]) -> str:
     return f"{text}\n{chr(10).join(_settings_help(experiment))}\n"
 
 
-def _settings_help(experiment: AnyExperiment) -> Iterator[str]:
+def _settings_help(experiment: Experiment) -> Iterator[str]:
     from rankwise.lab.experiments.fields import BOTH, settings
 
     width = max(columns(), 2 * INDENT)

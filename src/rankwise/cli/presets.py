@@ -44,9 +44,7 @@ def presets(options: Options) -> None:
 
 
 def _entry(one: Preset) -> dict[str, Any]:
-    from rankwise.lab.experiments.outline import outline
-
-    return {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(outline(one.make()))}
+    return {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(one.make().size_preview())}
 
 
 def _group(entry: dict[str, Any]) -> str:

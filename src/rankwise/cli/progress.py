@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rankwise.cli.tables import terminal
-from rankwise.lab.experiments.arms import Watcher
 from rankwise.lab.report.tables import MEASURES
+from rankwise.lab.training import Watcher
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

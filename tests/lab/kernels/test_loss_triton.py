@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rankwise.kernels import linear
 from rankwise.lab.kernels import loss
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
-from rankwise.lab.training.language import LanguageModel
+from rankwise.lab.tasks.language import LanguageModel
 from tests.lab.kernels.triton_cases import (
     BF16,
     DEVICE,

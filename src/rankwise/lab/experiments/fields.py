@@ -17,17 +17,19 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from rankwise.core.budget import GOALS, Budget
-from rankwise.deploy.architectures import describe_config, from_description
 from rankwise.errors import RankwiseError, nearest
-from rankwise.lab.experiments.arms import AnyExperiment
-from rankwise.lab.experiments.config import Experiment
-from rankwise.methods import METHODS, make_method
+from rankwise.lab.tasks.base import Experiment, from_json
+from rankwise.methods import METHODS
+
+__all__ = ["from_json", "override", "parse", "settings", "to_json"]
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
 STEPS = "training.steps"
 _HIDDEN = {"name", "model.num_words"} | {
-    f"{phase}.{name}" for phase in ("base", "training") for name in ("seed", "dense_steps", "restart_schedule")
+    f"{phase}.{name}"
+    for phase in ("base", "training", "healing")
+    for name in ("seed", "dense_steps", "restart_schedule")
 }
 
 
@@ -43,13 +45,13 @@ class Setting:
     """The first paragraph of its description."""
 
 
-def settings(experiment: AnyExperiment) -> dict[str, Setting]:
+def settings(experiment: Experiment) -> dict[str, Setting]:
     """Every setting by its name."""
     found = (setting for setting in _settings("", experiment) if setting.name not in _HIDDEN)
     return {setting.name: setting for setting in found}
 
 
-def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperiment:
+def override(experiment: Experiment, texts: Mapping[str, str]) -> Experiment:
     """The experiment with some settings changed."""
     texts = dict(_both(texts, experiment))
     if "method" in texts:
@@ -57,7 +59,7 @@ def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperime
             # a ramp that a method gains is a share of them
             experiment = override(experiment, {STEPS: texts.pop(STEPS)})
         experiment = _swap_method(experiment, texts.pop("method"), texts)
-    changed: AnyExperiment = _changed(experiment, type(experiment), _tree(texts, experiment))
+    changed: Experiment = _changed(experiment, type(experiment), _tree(texts, experiment))
     return changed
 
 
@@ -86,45 +88,9 @@ def parse(hint: Any, text: str, name: str) -> Any:
     raise RankwiseError(f"`{name}` must be {' or '.join(map(_in_words, kinds))}, but is {text!r} instead.")
 
 
-def to_json(experiment: AnyExperiment) -> dict[str, Any]:
+def to_json(experiment: Experiment) -> dict[str, Any]:
     """All settings, for JSON."""
-    plain = dataclasses.asdict(experiment)
-    if isinstance(experiment, Experiment):
-        plain["model"] = describe_config(experiment.model)
-    plain["method"] = {"name": experiment.method.name, **plain["method"]}
-    if experiment.budget is not None and experiment.budget.dtype is not None:
-        plain["budget"]["dtype"] = str(experiment.budget.dtype).removeprefix("torch.")
-    return plain
-
-
-def from_json(plain: Mapping[str, Any]) -> AnyExperiment:
-    """The experiment that `to_json` described."""
-    try:
-        if "task" not in plain:
-            return Experiment(**_from_plain(Experiment, plain))
-        from rankwise.lab.experiments.glue.config import GlueExperiment
-
-        return GlueExperiment(**_from_plain(GlueExperiment, plain))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RankwiseError(f"A saved experiment must hold all of its settings, but {error}.") from error
-
-
-def _from_plain(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of an experiment."""
-    parts, hints = dict(plain), get_type_hints(kind)
-    method = dict(parts["method"])
-    parts["method"] = make_method(method.pop("name"), **method)
-    if kind is Experiment:
-        parts["model"] = from_description(parts["model"])
-    budget = None if parts["budget"] is None else dict(parts["budget"])
-    if budget is not None and budget["dtype"] is not None:
-        budget["dtype"] = getattr(torch, budget["dtype"])
-    parts["budget"] = budget
-    for name, hint in hints.items():
-        group: Any = next(filter(dataclasses.is_dataclass, _choices(hint)), None)
-        if isinstance(parts[name], dict) and group is not None:
-            parts[name] = group(**parts[name])
-    return parts
+    return experiment.to_json()
 
 
 def _settings(prefix: str, config: Any) -> Iterator[Setting]:
@@ -157,7 +123,7 @@ def descriptions(kind: type) -> dict[str, str]:
     return texts
 
 
-def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple[str, str]]:
+def _both(texts: Mapping[str, str], experiment: Experiment) -> Iterator[tuple[str, str]]:
     for name, text in texts.items():
         first, _, rest = name.partition(".")
         if first != BOTH or not rest:
@@ -168,7 +134,7 @@ def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple
         yield f"training.{rest}", text
 
 
-def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]:
+def _tree(texts: Mapping[str, str], experiment: Experiment) -> dict[str, Any]:
     """The values by group and name."""
     known = settings(experiment)
     tree: dict[str, Any] = {}
@@ -187,7 +153,7 @@ def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]
     return tree
 
 
-def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> RankwiseError:
+def _unknown(name: str, texts: Mapping[str, str], experiment: Experiment) -> RankwiseError:
     """A slip, or a setting that a compared method has and the method has not."""
     if not name.startswith("method."):
         return RankwiseError(f"There is no setting `{name}` here.{nearest(name, [*settings(experiment), 'method'])}")
@@ -204,7 +170,7 @@ def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> 
     return RankwiseError(f"There is no setting `{name}` here, with {own}.{remedy}")
 
 
-def _swap_method(experiment: AnyExperiment, name: str, texts: Mapping[str, str]) -> AnyExperiment:
+def _swap_method(experiment: Experiment, name: str, texts: Mapping[str, str]) -> Experiment:
     if name == "dense" or name not in METHODS or experiment.budget is not None:
         return experiment.with_method(name)
     sizes = {setting: text for setting, text in texts.items() if setting.startswith("budget.")}
