@@ -13,6 +13,7 @@ import torch
 
 import rankwise as rw
 from rankwise.core.budget import Budget
+from rankwise.lab.experiments.bench import find_models
 from rankwise.lab.experiments.fields import override, settings
 from rankwise.lab.experiments.pipeline import prune, run, train
 from rankwise.lab.experiments.run_folder import find_run, read_experiment
@@ -145,6 +146,15 @@ def test_an_experiment_survives_json_and_its_settings_have_names(name: str, tmp_
     changed: Any = override(experiment, {"training.lr": "3e-4", "healing": "none", "budget.removed": "0.1"})
     assert (changed.training.lr, changed.healing) == (3e-4, None)
     assert changed.budget == replace(experiment.budget, removed=0.1) if experiment.budget else Budget(removed=0.1)
+
+
+def test_the_models_of_a_run_can_be_timed_against_each_other(finished: tuple[Experiment, Path]) -> None:
+    experiment, folder = finished
+    found = find_models(folder)
+    assert set(found.models) == {"dense", "flop-l0", *COMPARED}
+    assert found.length == experiment.length
+    for model in found.models.values():
+        model.eval()(found.tokens(2, found.length))
 
 
 def test_what_was_saved_names_no_place_on_this_machine(finished: tuple[Experiment, Path], tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torch import nn
 from rankwise.deploy.measure import time_together
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.experiments.analysis import size_row
-from rankwise.lab.experiments.fingerprints import base_fingerprint, variant_fingerprint
 from rankwise.lab.experiments.latency import FILE as LATENCY
 from rankwise.lab.experiments.latency import Latency, find_latency
 from rankwise.lab.experiments.run_folder import (
@@ -32,11 +31,13 @@ from rankwise.lab.experiments.run_folder import (
     MODEL,
     RECORD,
     VERSION,
+    base_fingerprint,
     check_part,
     claim,
     has_models,
     is_of,
     rows_of,
+    variant_fingerprint,
     write_experiment,
 )
 from rankwise.lab.experiments.variants import (
@@ -97,7 +98,7 @@ def run_variants(
     if (
         finished is not None
         and is_of(finished, settings, wanted, task.fingerprint)
-        and has_models(path, finished["rows"], EXPERIMENT, *task.beside)
+        and has_models(path, finished["rows"], *task.beside)
     ):
         return finished
     latency = _latency(context, task, path)

@@ -11,6 +11,8 @@ runs/demo/            experiment.json, record.json; latency.json where the budge
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +21,14 @@ from typing import Any
 from torch import nn
 
 from rankwise.deploy.load import load
-from rankwise.deploy.save import OF_RUN, STRUCTURE
+from rankwise.deploy.save import OF_RUN, STRUCTURE, WEIGHTS
 from rankwise.errors import CheckpointError
+from rankwise.lab.data.text import digest_of
 from rankwise.lab.data.vocabulary import Vocabulary
-from rankwise.lab.tasks.base import Experiment, SavedModel, from_json
+from rankwise.lab.tasks.base import Experiment, SavedModel, Task, from_json
 from rankwise.lab.tasks.streams import read_vocabulary
 from rankwise.lab.training.checkpoint import check_same
+from rankwise.lab.training.config import HOUSEKEEPING, LoopConfig, binding
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 
@@ -77,8 +81,15 @@ def claim(folder: Path, form: str) -> dict[str, Any] | None:
 
 def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], arms: Sequence[str], fingerprint: str) -> bool:
     """Whether a finished record is of these settings and these data."""
-    same = record.get("experiment") == experiment and record.get("arms") == arms
+    same = _lasting(record.get("experiment")) == _lasting(experiment) and record.get("arms") == arms
     return same and record["corpus"]["fingerprint"] == fingerprint
+
+
+def _lasting(settings: Any) -> Any:
+    """Settings without those that change no result, which earlier versions may not have had."""
+    if not isinstance(settings, Mapping):
+        return settings
+    return {name: _lasting(value) for name, value in settings.items() if name not in HOUSEKEEPING}
 
 
 def has_models(folder: Path, rows: Iterable[Mapping[str, Any]], *beside: str) -> bool:
@@ -106,6 +117,31 @@ def check_part(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
         raise foreign_file(path, f"`of` is {made!r}")
     check_same(_shared(made, of), of, folder)
     return done
+
+
+def base_fingerprint(task: Task[Any, Any], config: LoopConfig) -> dict[str, Any]:
+    """What the dense base is made from."""
+    plain = task.experiment.to_json()
+    return _made_from({name: plain[name] for name in task.experiment.base_settings}, config, task.fingerprint)
+
+
+def variant_fingerprint(task: Task[Any, Any], config: LoopConfig, base: Path | None) -> dict[str, Any]:
+    """What a variant is made from: settings, and the base in that folder; one that is not trained yet is left open."""
+    experiment = task.experiment
+    plain = experiment.to_json()
+    names = [*experiment.variant_settings, *(name for name in experiment.optional if name in plain)]
+    about: dict[str, Any] = {name: plain[name] for name in names}
+    if base is None:
+        about["base"] = None
+    elif (base / WEIGHTS).is_file():
+        about["base"] = digest_of(base / WEIGHTS).partition(":")[2]
+    return _made_from(about, config, task.fingerprint)
+
+
+def _made_from(about: Mapping[str, Any], config: LoopConfig, data: str) -> dict[str, Any]:
+    known = {"about": about, "training": dataclasses.asdict(config), "corpus": data}
+    # as JSON gives it back: a tuple is a list there
+    return binding(json.loads(json.dumps(known)))
 
 
 def write_experiment(folder: Path, experiment: Experiment, fingerprint: str | None = None) -> None:

@@ -110,7 +110,7 @@ class Making:
             plan, found = self.task.plan(model), self.task.calibration()
             account = account_of(model, planned(model, plan, method), method, trained=True)
             data: dict[str, Any] = {} if found is None else {"calibration": found.batches, "loss": found.loss}
-            small = compress(model, budget, plan=plan, layout=method.layout, in_place=True, **data)
+            small = compress(model, budget, plan=plan, layout=method.layout, **data)
             self.context.watcher.phase(f"training {name}")
             outcome = self._fit(name, small)
             size, kept = SizeReport.of(outcome.model, account, budget), kept_by_shape(plan.sites, outcome.model)

@@ -273,7 +273,7 @@ class Run:
             matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
             groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         on_gpu = self.device.type == "cuda"
-        # a graph reads the learning rate from the GPU
+        # on a CPU the fused update does not resume bit for bit; a graph reads the learning rate from the GPU
         lr = torch.tensor(self.config.lr, device=self.device) if on_gpu else self.config.lr
         return torch.optim.AdamW(groups, lr=lr, betas=self.config.betas, fused=on_gpu, capturable=on_gpu)
 
