@@ -28,12 +28,14 @@ from safetensors.torch import load_file, save_file
 import rankwise as rw
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.lab.data.glue import task_named
-from rankwise.lab.experiments.arms import Arm
-from rankwise.lab.experiments.glue import pipeline
-from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment
-from rankwise.lab.experiments.glue.presets import ENCODERS, glue
+from rankwise.lab.experiments import pipeline
+from rankwise.lab.experiments.pipeline import Variant
+from rankwise.lab.experiments.presets import glue
+from rankwise.lab.experiments.run_folder import BASE, MODEL
+from rankwise.lab.tasks.pretrained import PretrainedConfig
+from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment
+from rankwise.lab.training.config import TuningConfig
 from rankwise.lab.training.records import surroundings
-from rankwise.lab.training.tune import TuningConfig
 
 TABLES = ("word_embeddings", "position_embeddings")
 EMBEDDINGS = {
@@ -117,7 +119,7 @@ def experiment_of(options: argparse.Namespace, model: Path, cell: Cell) -> GlueE
         task=cell.task,
         data=options.data,
         held_out=options.held_out,
-        model=EncoderConfig(name=str(model)),
+        model=PretrainedConfig(name=str(model)),
         base=scaled(preset.base, options.scale, **changes),
         training=scaled(preset.training, options.scale, **changes),
         healing=scaled(preset.healing, options.scale, **changes),
@@ -171,15 +173,13 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 def run_cell(options: argparse.Namespace, model: Path, cell: Cell) -> list[dict[str, Any]]:
     experiment = experiment_of(options, model, cell)
     began = time.perf_counter()
-    stage = pipeline.begin(experiment, options.work / cell.task / f"seed-{cell.seed}")
-    base = pipeline.train_base(stage, experiment)
-    if cell.row == "dense":
-        rows = [base]
-    elif cell.row == pipeline.CONTROL:
-        rows = [pipeline.train_control(stage, experiment)]
-    else:
-        rows = pipeline.prune_base(stage, Arm(cell.row, experiment))
-    title = stage.splits.dataset.title
+    context = pipeline.begin(experiment, options.work / cell.task / f"seed-{cell.seed}")
+    experiment.make_task(context.data).check()
+    base = pipeline.train_base(context, experiment)
+    rows = [base]
+    if cell.row != "dense":
+        rows = pipeline.run_variant(context, Variant(cell.row, experiment), context.folder / BASE / MODEL)
+    title = context.data.record()["name"]
     wall = time.perf_counter() - began
     about = {"task": cell.task, "title": title, "seed": cell.seed, "row": cell.row, "wall_seconds": round(wall, 1)}
     return [{**about, **row, "score": 100 * statistics.mean(row["test"].values())} for row in rows]

@@ -42,6 +42,7 @@ from rankwise.deploy.architectures import build
 from rankwise.lab.data import Corpus, load_corpus
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.models.transformer_xl import TransformerXLConfig
+from rankwise.lab.tasks.stream_loss import Streams
 from rankwise.lab.training import TrainingConfig, fit
 from rankwise.lab.training.run import Run
 
@@ -131,7 +132,7 @@ class Bench:
 
     def start(self, case: str) -> Run:
         """A run, to be stepped by hand."""
-        run = Run(self.make(case), self.corpus, self.training, self.folder / case, self.gate(case), {}, ())
+        run = Run(self.make(case), Streams(self.corpus), self.training, self.folder / case, pruner=self.gate(case))
         run.begin_pruning()
         return run
 
@@ -142,7 +143,7 @@ def bench_loop(bench: Bench, seconds: float) -> None:
         steps = 6 if bench.tiny else 300 + int(seconds * bench.about.expected / tokens) // 100 * 100
         config = replace(bench.training, steps=steps)
         with tempfile.TemporaryDirectory() as folder:
-            fit(bench.make(case), bench.corpus, config, folder, pruner=bench.gate(case))
+            fit(bench.make(case), Streams(bench.corpus), config, folder, pruner=bench.gate(case))
             lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         # the first lines have the compilation of kernels in them
         speeds = [line["tokens_per_second"] for line in lines][2:]
@@ -158,7 +159,7 @@ def bench_step(bench: Bench) -> None:
             run.train_step()
         times = [timed(run.train_step) for _ in range(3 if bench.tiny else 40)]
         medians[case] = statistics.median(times)
-        rates = [run.windows.tokens_per_step / each for each in times]
+        rates = [run.objective.per_step / each for each in times]
         record(f"{bench.name} step", case, rates, "characters/s", bench.about.goals.get(case, ""))
         record(f"{bench.name} step", f"{case}: host", [issued(run.train_step) for _ in range(5)], "s")
         if torch.cuda.is_available():

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankwise.lab.experiments.outline import outline
 from rankwise.lab.experiments.presets import RAMP, preset
 
 RESULTS = Path(__file__).parent / "results.csv"
@@ -63,7 +62,7 @@ def runs() -> list[Run]:
         sizes = [phase.steps * phase.batch_size * phase.window for phase in (base, training)]
         ramp = min(RAMP, training.steps) * training.batch_size * training.window
         rates = measured(f"{model} loop", "dense"), measured(f"{model} loop", "20% open")
-        parameters = outline(experiment).parameters
+        parameters = experiment.size_preview().parameters
         tokens = base.batch_size * base.window
         found.append(Run(name, sizes[0], ramp, sizes[1] - ramp, rates, parameters, tokens))
     return found
@@ -135,7 +134,7 @@ class Decoder:
 
 def utilization() -> float:
     """The share of the card's peak that the dense SRU reaches: 6 FLOP a prunable parameter and character."""
-    return 6 * outline(preset("enwik8-sru-flop-l0-80")).prunable * measured("sru loop", "dense") / PEAK
+    return 6 * preset("enwik8-sru-flop-l0-80").size_preview().prunable * measured("sru loop", "dense") / PEAK
 
 
 def memory_7b() -> list[list[str]]:

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import rankwise as rw
-from rankwise.lab.experiments.arms import Arm, Watcher, run_arms
-from rankwise.lab.experiments.config import CorpusConfig, Experiment
+from rankwise.lab.experiments.pipeline import Variant, run_variants
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.report import table
-from rankwise.lab.training import TrainingConfig
+from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment
+from rankwise.lab.training import TrainingConfig, Watcher
 from rankwise.methods import make_method
 
 
-def factorized(data: str, scale: float) -> Experiment:
+def factorized(data: str, scale: float) -> StreamExperiment:
     """The rows that share the factorized base."""
     base = TrainingConfig(
         steps=max(8, round(425 * scale)),
@@ -44,7 +44,7 @@ def factorized(data: str, scale: float) -> Experiment:
     )
     # the learning rate falls once, at the end of every row
     pruning = replace(base, steps=max(8, round(1_275 * scale)), schedule="cosine")
-    return Experiment(
+    return StreamExperiment(
         name="enwik8-small-sru",
         corpus=CorpusConfig(name="enwik8", data=data),
         model=SRUConfig(
@@ -58,7 +58,7 @@ def factorized(data: str, scale: float) -> Experiment:
     )
 
 
-def from_scratch(experiment: Experiment) -> Experiment:
+def from_scratch(experiment: StreamExperiment) -> StreamExperiment:
     """The paper's FAC: small factors from the start, for as many steps in all."""
     assert experiment.base is not None
     steps = experiment.base.steps + experiment.training.steps
@@ -71,7 +71,7 @@ def from_scratch(experiment: Experiment) -> Experiment:
     )
 
 
-def plain(experiment: Experiment) -> Experiment:
+def plain(experiment: StreamExperiment) -> StreamExperiment:
     """NP-L0: a model of plain matrices, as large."""
     assert isinstance(experiment.model, SRUConfig)
     method = make_method("np-l0", anneal_steps=experiment.training.steps // 6)
@@ -93,23 +93,23 @@ class Lines(Watcher):
         print(f"{time.perf_counter() - self.began:7.1f} s  {bits}", flush=True)
 
 
-def arms(experiment: Experiment) -> dict[str, tuple[Experiment, list[Arm[Experiment]]]]:
+def variants(experiment: StreamExperiment) -> dict[str, tuple[StreamExperiment, list[Variant]]]:
     """Of each base its experiment, and what starts from it."""
     scratch, other = from_scratch(experiment), plain(experiment)
     taught = replace(experiment, training=replace(experiment.training, distill=0.8))
-    shared = [Arm(name, experiment.with_method(name)) for name in ("dense", "flop-l0", "fac")]
+    shared = [Variant(name, experiment.with_method(name)) for name in ("dense", "flop-l0", "fac")]
     return {
-        "factorized": (experiment, [*shared, Arm("flop-l0, distilled", taught)]),
-        "from-scratch": (scratch, [Arm("fac, from scratch", scratch)]),
-        "plain": (other, [Arm("dense", other.with_method("dense")), Arm("np-l0", other)]),
+        "factorized": (experiment, [*shared, Variant("flop-l0, distilled", taught)]),
+        "from-scratch": (scratch, [Variant("fac, from scratch", scratch)]),
+        "plain": (other, [Variant("dense", other.with_method("dense")), Variant("np-l0", other)]),
     }
 
 
-def one_seed(experiment: Experiment, folder: Path) -> dict[str, Any]:
+def one_seed(experiment: StreamExperiment, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     rows = []
-    for name, (part, runs) in arms(experiment).items():
-        record = run_arms(part, runs, folder / name, watcher=Lines())
+    for name, (part, runs) in variants(experiment).items():
+        record = run_variants(part, runs, folder / name, watcher=Lines())
         rows += [row | {"name": f"{row['name']}, plain" if name == "plain" else row["name"]} for row in record["rows"]]
     seconds = time.perf_counter() - began
     return {**record, "experiment": None, "arms": [row["name"] for row in rows], "rows": rows, "wall_seconds": seconds}

@@ -29,11 +29,12 @@ from results_page.records import TABLE
 import rankwise as rw
 from rankwise.errors import RankwiseError
 from rankwise.lab.experiments import pipeline, presets
-from rankwise.lab.experiments.arms import Arm, Watcher
-from rankwise.lab.experiments.config import CorpusConfig, Experiment, lighter_dropout
+from rankwise.lab.experiments.pipeline import Variant
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig
-from rankwise.lab.training import TrainingConfig
+from rankwise.lab.tasks.base import described
+from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment, lighter_dropout
+from rankwise.lab.training import TrainingConfig, Watcher
 from rankwise.methods import make_method
 
 RAMP = 0.05
@@ -51,7 +52,7 @@ RARELY = {"eval_every": 10**6, "checkpoint_every": 10**6}
 class Base:
     """A dense model, and how fast it is trained on one H200."""
 
-    make: Callable[[], Experiment]
+    make: Callable[[], StreamExperiment]
     dense: float
     """Tokens per second."""
     pruned: float
@@ -62,7 +63,7 @@ class Base:
     """Whether the rates were; otherwise they are guesses."""
 
 
-def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
+def phases(experiment: StreamExperiment, base: int, further: int, **shared: Any) -> StreamExperiment:
     """So many steps of each phase, evaluated at its end. A quarter is the base's, as in the paper (docs/log/)."""
     assert experiment.base is not None
     shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
@@ -74,25 +75,27 @@ def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Ex
     )
 
 
-def sru() -> Experiment:
+def sru() -> StreamExperiment:
     return phases(replace(presets.enwik8_sru(short=True), name="enwik8-sru"), 4_000, 12_000)
 
 
-def plain_sru(width: int) -> Experiment:
+def plain_sru(width: int) -> StreamExperiment:
     """Without factorization, as NP-L0 prunes it."""
     preset = presets.enwik8_sru("np-l0", 0.8, plain=width, short=True)
     return phases(replace(preset, name=f"enwik8-sru-plain-{width}"), 4_000, 12_000)
 
 
-def ten_minutes() -> Experiment:
+def ten_minutes() -> StreamExperiment:
     return presets.enwik8_sru_10min()
 
 
-def transformer_xl() -> Experiment:
+def transformer_xl() -> StreamExperiment:
     return phases(replace(presets.enwik8_transformer_xl(short=True), name="enwik8-transformer-xl"), 2_500, 7_500)
 
 
-def words(name: str = "enwik8-words", *, width: int = 1024, rank: int | None = 256, dropout: float = 0.2) -> Experiment:
+def words(
+    name: str = "enwik8-words", *, width: int = 1024, rank: int | None = 256, dropout: float = 0.2
+) -> StreamExperiment:
     """A word-level model for ten million words: a sixth of the paper's, embedding and softmax adaptive."""
     preset = presets.wikitext_103_sru("flop-l0" if rank else "np-l0", 0.7, plain=None if rank else width, short=True)
     clusters = Clusters(cutoffs=(5_000, 20_000), widths=(512, 256, 64), scale=width**0.5)
@@ -104,12 +107,12 @@ def words(name: str = "enwik8-words", *, width: int = 1024, rank: int | None = 2
     return phases(replace(preset, name=f"{name}{'' if rank else '-plain'}", model=model, corpus=corpus), 1_750, 5_250)
 
 
-def wikitext_2() -> Experiment:
+def wikitext_2() -> StreamExperiment:
     """So little text that a model is best long before the end: it is evaluated often."""
     return phases(words("wikitext-2", dropout=0.4), 350, 1_050, warmup_steps=100, log_every=20, eval_every=100)
 
 
-def demo() -> Experiment:
+def demo() -> StreamExperiment:
     return phases(replace(presets.demo(), name="demo"), 150, 450, warmup_steps=20, log_every=20)
 
 
@@ -157,13 +160,13 @@ TABLES: dict[str, dict[str, str]] = {
 """Of each base, its cells, the most telling first."""
 
 
-def arm_of(experiment: Experiment, cell: str) -> Arm[Experiment]:
+def variant_of(experiment: StreamExperiment, cell: str) -> Variant:
     """What a cell is: a method from the experiment's base, at a size."""
     if cell.endswith("-distilled"):
-        plain = arm_of(experiment, cell.removesuffix("-distilled")).experiment
-        return Arm(cell, replace(plain, training=replace(plain.training, distill=DISTILL)))
+        plain = variant_of(experiment, cell.removesuffix("-distilled")).experiment
+        return Variant(cell, replace(plain, training=replace(plain.training, distill=DISTILL)))
     if cell == "dense":
-        return Arm(cell, experiment.with_method("dense"))
+        return Variant(cell, experiment.with_method("dense"))
     found = re.fullmatch(r"(.+?)-(\d+)(?:-(published|scratch))?", cell)
     if found is None:
         raise RankwiseError(f"A cell must be dense or METHOD-PERCENT, such as flop-l0-80, but is {cell!r}.")
@@ -181,10 +184,10 @@ def arm_of(experiment: Experiment, cell: str) -> Arm[Experiment]:
         assert experiment.base is not None
         steps = experiment.base.steps + experiment.training.steps
         chosen = replace(chosen, base=None, init="random", training=replace(experiment.training, steps=steps))
-    return Arm(cell, chosen)
+    return Variant(cell, chosen)
 
 
-def with_steps(experiment: Experiment, options: argparse.Namespace, seed: int) -> Experiment:
+def with_steps(experiment: StreamExperiment, options: argparse.Namespace, seed: int) -> StreamExperiment:
     """The experiment of a base as it is asked for."""
     assert experiment.base is not None
     base = replace(experiment.base, steps=options.base_steps or experiment.base.steps)
@@ -211,7 +214,7 @@ class Task:
     """One cell of one base with one seed."""
 
     base: str
-    experiment: Experiment
+    experiment: StreamExperiment
     cell: str
 
     @property
@@ -220,7 +223,7 @@ class Task:
 
     def seconds(self) -> float:
         """How long it should take on one H200."""
-        arm, rates = arm_of(self.experiment, self.cell).experiment, BASES[self.base]
+        arm, rates = variant_of(self.experiment, self.cell).experiment, BASES[self.base]
         steps, tokens = arm.training.steps, arm.training.batch_size * arm.training.window
         ramp = min(getattr(arm.method, "anneal_steps", 0), steps)
         more = rates.overhead + (TEACHER * tokens * steps / rates.dense if arm.training.distill else 0)
@@ -255,9 +258,9 @@ class Record:
 
     def has(self, task: Task) -> bool:
         """Whether a cell was run; refuses a record of other settings."""
-        described = pipeline.describe(task.experiment)
+        settings = described(task.experiment)
         for run in self.content["runs"]:
-            if (run["name"], run["seed"]) == task.key[:2] and run["experiment"] != described:
+            if (run["name"], run["seed"]) == task.key[:2] and run["experiment"] != settings:
                 raise RankwiseError(
                     f"{self.path} must be of the same settings, but its {run['name']} was run with others. "
                     "Give those again, or another `--out`."
@@ -320,7 +323,7 @@ def fill(table: str, options: argparse.Namespace, lines: Lines) -> None:
             lines.say(f"{task.cell} of {task.base} would take {needed:.0f} s: left out for want of time")
             continue
         began = time.perf_counter()
-        found = pipeline.run_arms(task.experiment, [arm_of(task.experiment, task.cell)], folder, watcher=lines)
+        found = pipeline.run_variants(task.experiment, [variant_of(task.experiment, task.cell)], folder, watcher=lines)
         row = record.add(found, task.cell, time.perf_counter() - began)
         for part in ("base", task.cell):
             # what is exported needs no checkpoint, and a disk has its end
@@ -352,7 +355,7 @@ def plan(names: list[str], options: argparse.Namespace) -> None:
                 steps = task.experiment.base.steps if task.experiment.base else 0
                 print(f"  {task.base:<24} {'base':<24} seed {task.experiment.seed} {steps:>7,} steps {passed:7.0f} s")
             passed += 0 if done else task.seconds()
-            steps = arm_of(task.experiment, task.cell).experiment.training.steps
+            steps = variant_of(task.experiment, task.cell).experiment.training.steps
             when = "done" if done else f"{passed:7.0f} s" + ("" if BASES[task.base].measured else " (rates guessed)")
             print(f"  {task.base:<24} {task.cell:<24} seed {task.experiment.seed} {steps:>7,} steps {when}")
 

@@ -20,6 +20,7 @@ import rankwise as rw
 from rankwise.lab.data.corpus import Corpus
 from rankwise.lab.data.sources import load_corpus
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
+from rankwise.lab.tasks.stream_loss import Streams
 from rankwise.lab.training import Progress, TrainingConfig, fit
 from rankwise.lab.training.run import Run
 
@@ -49,7 +50,7 @@ def length(folder: Path) -> None:
 
     def steps(size: int) -> Callable[[], None]:
         corpus = corpus_of(size * 10**6, folder)
-        run = Run(model_of(corpus), corpus, config_of(10**6), folder / f"run-{size}", None, {}, ())
+        run = Run(model_of(corpus), Streams(corpus), config_of(10**6), folder / f"run-{size}")
 
         def take() -> None:
             for _ in range(STEPS):
@@ -85,7 +86,7 @@ def memory(folder: Path) -> None:
     memory = Memory()
     fit(
         model_of(corpus),
-        corpus,
+        Streams(corpus),
         config_of(3_000),
         folder / "memory",
         pruner=lambda model: rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=500),

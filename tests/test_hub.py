@@ -15,7 +15,8 @@ from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.hf.loading import load_model
 from rankwise.hub import check_name, source_of
 from rankwise.lab.data.glue.tasks import task_named
-from rankwise.lab.experiments.glue.encoder import check_encoder, load_tokenizer
+from rankwise.lab.tasks.pretrained import load_tokenizer
+from rankwise.lab.tasks.sentences import check_encoder
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -17,7 +17,6 @@ from results_page.page import KNOWN
 from results_page.records import cells
 
 from rankwise.errors import RankwiseError
-from rankwise.lab.experiments.outline import outline
 
 ROOT = Path(__file__).parents[2]
 import tables  # noqa: E402
@@ -51,10 +50,10 @@ def test_every_cell_can_be_reached_and_is_in_the_report(table: str) -> None:
     known |= {"dense", "dense-distilled"}
     assert f"table-{table}" in KNOWN
     for task in tables.tasks(table, argparse.Namespace(**OPTIONS)):
-        arm = tables.arm_of(task.experiment, task.cell).experiment
+        arm = tables.variant_of(task.experiment, task.cell).experiment
         assert task.cell in known
         assert bool(arm.training.distill) == task.cell.endswith("-distilled")
-        found = outline(arm)
+        found = arm.size_preview()
         if arm.budget is not None and arm.budget.removed is not None:
             kept = found.exported - (found.parameters - found.prunable)
             assert kept / found.prunable == pytest.approx(1 - arm.budget.removed, abs=1e-3)
@@ -65,21 +64,21 @@ def test_every_cell_can_be_reached_and_is_in_the_report(table: str) -> None:
 
 def test_a_cell_says_what_is_run(tmp_path: Path) -> None:
     experiment = toy(tmp_path)
-    published = tables.arm_of(experiment, "flop-l0-70-published").experiment
+    published = tables.variant_of(experiment, "flop-l0-70-published").experiment
     assert published == replace(
         experiment,
         budget=replace(experiment.budget, removed=0.7),
         method=replace(experiment.method, recipe="published", refactor=False),
     )
-    scratch = tables.arm_of(experiment, "fac-70-scratch").experiment
+    scratch = tables.variant_of(experiment, "fac-70-scratch").experiment
     assert (scratch.base, scratch.init, scratch.method.name, scratch.training.steps) == (None, "random", "fac", 16)
-    distilled = tables.arm_of(experiment, "flop-l0-70-distilled").experiment
-    plain = tables.arm_of(experiment, "flop-l0-70").experiment
+    distilled = tables.variant_of(experiment, "flop-l0-70-distilled").experiment
+    plain = tables.variant_of(experiment, "flop-l0-70").experiment
     assert distilled == replace(plain, training=replace(plain.training, distill=tables.DISTILL))
-    assert tables.arm_of(experiment, "fac-75").experiment.dropout == experiment.model.dropout / 2
-    assert tables.arm_of(experiment, "dense").experiment.dropout is None
+    assert tables.variant_of(experiment, "fac-75").experiment.dropout == experiment.model.dropout / 2
+    assert tables.variant_of(experiment, "dense").experiment.dropout is None
     with pytest.raises(RankwiseError, match="must be dense or METHOD-PERCENT"):
-        tables.arm_of(experiment, "flop-l0")
+        tables.variant_of(experiment, "flop-l0")
 
 
 def test_cells_are_kept_one_by_one_and_never_run_twice(

@@ -20,7 +20,7 @@ from rankwise.version import VERSION
 from tests.cli.cli_toys import python, words
 
 PLAIN = ("ValueError", "TypeError", "ImportError", "OSError")
-PIPELINE = "rankwise.lab.experiments.arms.run"
+PIPELINE = "rankwise.lab.experiments.pipeline.run"
 
 
 def failing(error: BaseException) -> object:

@@ -13,10 +13,9 @@ import pytest
 
 from rankwise.cli.app import run
 from rankwise.lab.data.windows import Evaluation
-from rankwise.lab.experiments.folder import load_run
 from rankwise.lab.experiments.presets import PRESETS
-from rankwise.lab.training.evaluate import evaluate
-from rankwise.lab.training.language import LanguageModel
+from rankwise.lab.experiments.run_folder import load_run
+from rankwise.lab.tasks.language import LanguageModel, evaluate
 from tests.cli.cli_toys import LETTERS, cache, lasting, results, words
 
 NAMES = ["dense", "flop-l0", "fac"]
@@ -54,7 +53,7 @@ def test_a_finished_run_prints_the_same_again_and_computes_nothing(
     place: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = lines(capsys, "run", "demo", *words(place), "--out", str(finished))
-    monkeypatch.setattr("rankwise.lab.experiments.pipeline.fit", None)
+    monkeypatch.setattr("rankwise.lab.experiments.variants.fit", None)
     monkeypatch.setattr("rankwise.lab.experiments.pipeline.time_together", None)
     assert lines(capsys, "run", "demo", *words(place), "--out", str(finished)) == first
 

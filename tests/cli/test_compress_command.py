@@ -16,8 +16,7 @@ from rankwise.cli.app import run
 from rankwise.lab.data.corpus import open_corpus
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
-from rankwise.lab.training.evaluate import evaluate
-from rankwise.lab.training.language import LanguageModel
+from rankwise.lab.tasks.language import LanguageModel, evaluate
 from rankwise.modules import PivotLinear
 from tests.cli.cli_toys import LETTERS, cache
 

@@ -38,7 +38,6 @@ def test_every_method_runs_to_its_table(method: str, tmp_path: Path, capsys: pyt
             ["run", "glue-minilm", "--model.name", "{here}"],
             "`model.name` must be .* is a folder without a model",
         ),
-        (["train", "glue-minilm"], "`rankwise train` is for language models, but glue-minilm fine-tunes an encoder"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -71,7 +71,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (["run", "--jsn"], "There is no option `--jsn` here. Did you mean '--json'?"),
         (
             ["run", "demo", "--clip", "1"],
-            "There is no option `--clip` here. Did you mean --base.clip or --training.clip?",
+            "There is no option `--clip` here. Did you mean --base.clip or --training.clip or --healing.clip?",
         ),
         (
             ["run", "demo", "--training.lrr", "1"],
@@ -116,7 +116,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         ),
         (
             ["run", "demo", "--trackers", "tensorbord"],
-            "A tracker must be one of aim, all, clearml,",
+            "A tracker must be one of tensorboard, wandb, but is 'tensorbord' instead.",
         ),
         (
             ["train", "demo", "--trackers", MISSING],

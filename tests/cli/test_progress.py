@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rankwise.cli import progress, tables
 from rankwise.cli.progress import Bar, Lines, Status, clock
-from rankwise.lab.experiments.arms import Watcher
+from rankwise.lab.training import Watcher
 
 LINE = {"loss": 1.5, "bits_per_character": 2.164, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 1.0}
 SIZES = {"target_size": 500_000.0, "expected_size": 612_345.6}

@@ -11,7 +11,7 @@ from rankwise.cli.tables import columns, wrapped
 from rankwise.errors import RankwiseError, nearest
 
 if TYPE_CHECKING:
-    from rankwise.lab.experiments.arms import AnyExperiment
+    from rankwise.lab.tasks.base import Experiment
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Command:
     arguments: Callable[[Parser], None]
     """Adds the arguments to the parser."""
     run: Callable[[Options], None]
-    experiment: Callable[[Options], AnyExperiment] | None = None
+    experiment: Callable[[Options], Experiment] | None = None
     """For a command that takes settings: the experiment that they change. Its first argument is called `target`."""
 
 
@@ -179,10 +179,10 @@ def parse(command: Command, arguments: Sequence[str]) -> Options:
     return Parser(command).parse(arguments)
 
 
-def configured(experiment: AnyExperiment, options: Options) -> AnyExperiment:
+def configured(experiment: Experiment, options: Options) -> Experiment:
     """The experiment with the settings that were given."""
-    from rankwise.lab.experiments.arms import check_seed
     from rankwise.lab.experiments.fields import BOTH, as_text, override, settings
+    from rankwise.lab.tasks.base import check_seed
 
     known = settings(experiment)
     for name, text in options.given:
@@ -224,7 +224,7 @@ def help_text(command: Command, arguments: Sequence[str]) -> str:
     return f"{text}\n\n{_settings_help(configured(command.experiment(options), options))}"
 
 
-def _settings_help(experiment: AnyExperiment) -> str:
+def _settings_help(experiment: Experiment) -> str:
     from rankwise.lab.experiments.fields import BOTH, as_text, settings
 
     title = f"settings of {experiment.name} and their values; --{BOTH}.NAME sets --base.NAME and --training.NAME:"

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from rankwise.cli.tables import terminal
-from rankwise.lab.experiments.arms import Watcher
 from rankwise.lab.report import MEASURES
+from rankwise.lab.training import Watcher
 
 PATIENCE_SECONDS = 5.0
 """The least time between two plain lines about one download."""

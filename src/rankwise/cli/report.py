@@ -38,7 +38,6 @@ def report(options: Options) -> None:
 
 
 def presets(options: Options) -> None:
-    from rankwise.lab.experiments.outline import outline
     from rankwise.lab.experiments.presets import PRESETS as KNOWN
 
     found = [one for name, one in KNOWN.items() if all(part in name for part in options.filters)]
@@ -46,7 +45,7 @@ def presets(options: Options) -> None:
         words = " ".join(options.filters)
         raise UsageError(f"No preset has {words!r} in its name.{nearest(words, KNOWN)} `rankwise presets` lists all.")
     entries = [
-        {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(outline(one.make()))}
+        {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(one.make().size_preview())}
         for one in found
     ]
     if options.json:

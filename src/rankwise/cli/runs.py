@@ -24,10 +24,8 @@ from rankwise.cli.report import show
 from rankwise.lab.report import row_table, table
 
 if TYPE_CHECKING:
-    from rankwise.lab.data.corpus import Corpus
     from rankwise.lab.data.text import Progress
-    from rankwise.lab.experiments.arms import AnyExperiment
-    from rankwise.lab.experiments.config import Experiment
+    from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"
 RUNS = Path("runs")
@@ -36,14 +34,14 @@ Every setting of the preset can be changed: `--SETTING VALUE` or `--SETTING=VALU
 Ctrl-C stops the run; the same command again goes on from there."""
 
 
-def of_preset(options: Options) -> AnyExperiment:
+def of_preset(options: Options) -> Experiment:
     from rankwise.lab.experiments.presets import preset
 
     return preset(options.target or DEMO)
 
 
-def of_base(options: Options) -> AnyExperiment:
-    from rankwise.lab.experiments.folder import read_experiment
+def of_base(options: Options) -> Experiment:
+    from rankwise.lab.experiments.run_folder import read_experiment
 
     # the folder above holds the experiment that the base was trained for, with its method and its size
     return read_experiment(base_folder(options).parent)
@@ -51,7 +49,7 @@ def of_base(options: Options) -> AnyExperiment:
 
 def base_folder(options: Options) -> Path:
     """The folder of the dense model, whether it was given itself or the folder above."""
-    from rankwise.lab.experiments.folder import BASE
+    from rankwise.lab.experiments.run_folder import BASE
 
     folder = Path(options.target)
     return folder if folder.resolve().name == BASE else folder / BASE
@@ -59,12 +57,12 @@ def base_folder(options: Options) -> Path:
 
 def run(options: Options) -> None:
     from rankwise.cli.progress import watching
-    from rankwise.lab.experiments import arms
+    from rankwise.lab.experiments import pipeline
 
     experiment = configured(of_preset(options), options)
     folder = folder_of("run", options, experiment)
     with watching() as watcher:
-        record = arms.run(experiment, folder, watcher=watcher, trackers=options.trackers)
+        record = pipeline.run(experiment, folder, watcher=watcher, trackers=options.trackers)
     _show(options, record, folder)
 
 
@@ -72,7 +70,7 @@ def train(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
 
-    experiment = _of_text(configured(of_preset(options), options), "train")
+    experiment = configured(of_preset(options), options)
     folder = folder_of("train", options, experiment)
     with watching() as watcher:
         row = pipeline.train(experiment, folder, watcher=watcher, trackers=options.trackers)
@@ -82,14 +80,14 @@ def train(options: Options) -> None:
 def prune(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
-    from rankwise.lab.experiments.folder import load_text, read_fingerprint
+    from rankwise.lab.experiments.run_folder import read_fingerprint
 
     refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
-    experiment = _of_text(configured(of_base(options), options), "prune")
+    experiment = configured(of_base(options), options)
     folder, base, given = folder_of("prune", options, experiment), base_folder(options), dict(options.given)
 
-    def read(progress: Progress) -> Corpus:
-        return load_text(experiment.corpus, given, read_fingerprint(base), progress)
+    def read(progress: Progress) -> Data:
+        return experiment.read_saved(given, read_fingerprint(base), progress)
 
     with watching() as watcher:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
@@ -116,7 +114,7 @@ def sweep(options: Options) -> None:
     _show(options, record, folder)
 
 
-def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[float], list[int]]:
+def _grid(options: Options, experiment: Experiment) -> tuple[list[str], list[float], list[int]]:
     """Methods, sizes and seeds; what is not asked for is as in the preset."""
     if experiment.budget is not None and experiment.budget.latency_ms is not None:
         raise UsageError(
@@ -134,19 +132,7 @@ def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[
     return methods, removed, options.seeds or [experiment.seed]
 
 
-def _of_text(experiment: AnyExperiment, command: str) -> Experiment:
-    """The experiment, unless it is one that only `run` and `sweep` know."""
-    from rankwise.lab.experiments.config import Experiment
-
-    if not isinstance(experiment, Experiment):
-        raise UsageError(
-            f"`rankwise {command}` is for language models, but {experiment.name} fine-tunes an encoder. "
-            "Use `rankwise run` or `rankwise sweep`, which keep the dense model."
-        )
-    return experiment
-
-
-def folder_of(command: str, options: Options, experiment: AnyExperiment) -> Path:
+def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
     """Where a command writes: a preset's folder, another for each task of GLUE."""
     if options.out:
         return Path(options.out)

@@ -16,16 +16,17 @@ from rankwise.cli.command import (
 )
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import say
+from rankwise.lab.report.tables import MEASURES
 
 if TYPE_CHECKING:
-    from rankwise.lab.experiments.arms import AnyExperiment
+    from rankwise.lab.tasks.base import Experiment
 
-CHANGEABLE = ("corpus", "training")
+CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
 PROMPT = "The "
 
 
-def of_model(options: Options) -> AnyExperiment:
-    from rankwise.lab.experiments.folder import read_experiment
+def of_model(options: Options) -> Experiment:
+    from rankwise.lab.experiments.run_folder import read_experiment
 
     return read_experiment(Path(options.target))
 
@@ -33,31 +34,32 @@ def of_model(options: Options) -> AnyExperiment:
 def evaluate(options: Options) -> None:
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
-    from rankwise.lab.experiments.config import Experiment
-    from rankwise.lab.experiments.folder import load_run
-    from rankwise.lab.experiments.pipeline import quality_of
-    from rankwise.lab.experiments.sample import text_for
+    from rankwise.errors import DataError
+    from rankwise.lab.experiments.run_folder import find_run
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
-    found = load_run(Path(options.target))
-    experiment = configured(found.experiment, options)
-    assert isinstance(experiment, Experiment)
+    saved = find_run(Path(options.target))
+    experiment = configured(saved.experiment, options).for_saved(saved)
     with watching() as watcher:
-        watcher.phase(f"reading {experiment.corpus.name}")
-        corpus = text_for(found, experiment.corpus, dict(options.given), options.split, watcher.read)
-        watcher.phase(f"evaluating {found.folder}")
-        quality = quality_of(found.model, corpus, options.split, experiment.training)
-    parameters = count(found.model)
+        watcher.phase(f"reading {experiment.reads}")
+        data = experiment.read_to_evaluate(saved, dict(options.given), options.split, watcher.read)
+        watcher.phase(f"evaluating {saved.folder}")
+        task = experiment.make_task(data)
+        model = task.load(saved.path).eval()
+        quality = task.evaluate(model, options.split)
+    if quality is None:
+        raise DataError(f"There are no {options.split} data: `held_out` is 0. Give --split test.")
+    parameters = count(model)
     if options.json:
-        answer = {"folder": str(found.folder), "split": options.split, "parameters": parameters, **quality.record()}
+        answer = {"folder": str(saved.folder), "split": options.split, "parameters": parameters, **quality}
         print(json.dumps(answer, indent=1))
     else:
-        measure = quality.measure.replace("_", " ")
-        say(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
+        figures = ", ".join(f"{quality[name]:.4f} {words}" for name, words in MEASURES.items() if name in quality)
+        say(f"{saved.folder}: {parameters:,} parameters, {options.split} {figures}")
 
 
 def sample(options: Options) -> None:
-    from rankwise.lab.experiments.folder import load_run
+    from rankwise.lab.experiments.run_folder import load_run
     from rankwise.lab.experiments.sample import default_prompt, sample, spelled
 
     found = load_run(Path(options.target))

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core.budget import Budget
-from rankwise.lab.experiments.arms import Watcher
-from rankwise.lab.experiments.config import CorpusConfig, Experiment
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.models.transformer_xl import TransformerXLConfig
-from rankwise.lab.training import TrainingConfig
+from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment
+from rankwise.lab.training import TrainingConfig, Watcher
 from rankwise.methods import make_method
 
 PHASE = TrainingConfig(
@@ -40,12 +39,12 @@ def text_file(folder: Path) -> Path:
     return path
 
 
-def toy(folder: Path, kind: str = "sru", **changes: Any) -> Experiment:
+def toy(folder: Path, kind: str = "sru", **changes: Any) -> StreamExperiment:
     """Train eight steps, prune in eight."""
     corpus = CorpusConfig(
         name=str(text_file(folder)), cache=str(folder / "cache"), unit="word" if kind == "words" else "character"
     )
-    experiment = Experiment(
+    experiment = StreamExperiment(
         name="toy",
         corpus=corpus,
         model=MODELS[kind],

@@ -12,8 +12,9 @@ import transformers as hf
 
 from rankwise.core.budget import Budget
 from rankwise.distill import Distillation
-from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment
-from rankwise.lab.training.tune import TuningConfig
+from rankwise.lab.tasks.pretrained import PretrainedConfig
+from rankwise.lab.tasks.sentences import GlueExperiment
+from rankwise.lab.training.config import TuningConfig
 from rankwise.methods import make_method
 
 LETTERS = "abcdefgh"
@@ -86,7 +87,7 @@ def toy(folder: Path, **changes: Any) -> GlueExperiment:
     experiment = GlueExperiment(
         name="glue-toy",
         data=str(mrpc(folder / "data")),
-        model=EncoderConfig(name=str(encoder(folder)), max_length=32),
+        model=PretrainedConfig(name=str(encoder(folder)), max_length=32),
         base=phase,
         method=make_method("flop-l0", anneal_steps=5),
         budget=Budget(removed=0.4),

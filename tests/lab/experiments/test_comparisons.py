@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import rankwise as rw
-from rankwise.lab.experiments.arms import run
-from rankwise.lab.experiments.config import Experiment
 from rankwise.lab.experiments.fields import override
-from rankwise.lab.experiments.folder import read_experiment
-from rankwise.lab.experiments.pipeline import prune
+from rankwise.lab.experiments.pipeline import prune, run
+from rankwise.lab.experiments.run_folder import read_experiment
 from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
+from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import PHASE, toy
 
@@ -51,7 +50,7 @@ def test_a_base_for_a_method_without_a_ramp_can_be_pruned_by_one_with_gates(tmp_
     experiment = toy(tmp_path, method=make_method("fac"), compare=("flop-l0",))
     rows = {row["name"]: row for row in run(experiment, tmp_path / "run")["rows"]}
     gated = override(read_experiment(tmp_path / "run"), {"method": "flop-l0", "corpus.cache": str(tmp_path / "cache")})
-    assert isinstance(gated, Experiment)
+    assert isinstance(gated, StreamExperiment)
     assert prune(gated, tmp_path / "run/base", tmp_path / "alone")["test"] == rows["flop-l0"]["test"]
 
 

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.generic import find_plan
-from rankwise.lab.experiments.arms import AnyExperiment, run
 from rankwise.lab.experiments.fields import override
-from rankwise.lab.experiments.glue import pipeline as glue
 from rankwise.lab.experiments.latency import FILE, find_latency
+from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import PRESETS
+from rankwise.lab.tasks.base import Experiment
+from rankwise.lab.tasks.sentences import SentenceTask
 from tests.lab.experiments import glue_toys
 from tests.lab.experiments.experiment_toys import toy
 
@@ -42,7 +43,7 @@ class Slow(nn.Module):
         return self.layers(x)
 
 
-def asked(milliseconds: float, folder: Path) -> AnyExperiment:
+def asked(milliseconds: float, folder: Path) -> Experiment:
     return toy(folder, budget=rw.Budget(latency_ms=milliseconds), exclude=())
 
 
@@ -90,7 +91,7 @@ def test_a_time_takes_the_place_of_a_presets_size(name: str) -> None:
 @pytest.mark.parametrize("make", [toy, glue_toys.toy])
 @pytest.mark.parametrize("goal, words", [(1e9, "must be below what the dense model takes"), (1e-9, "must be at least")])
 def test_a_time_out_of_reach_is_refused_before_anything_is_written(
-    make: Callable[..., AnyExperiment], goal: float, words: str, tmp_path: Path
+    make: Callable[..., Experiment], goal: float, words: str, tmp_path: Path
 ) -> None:
     experiment = make(tmp_path, budget=rw.Budget(latency_ms=goal))
     with pytest.raises(rw.BudgetError, match=f"`latency_ms` {words}.* but is {re.escape(f'{goal:g}')} instead"):
@@ -121,8 +122,7 @@ def test_a_language_model_is_pruned_to_the_size_that_was_found(tmp_path: Path) -
 
 def test_an_encoder_is_pruned_to_the_size_that_was_found_and_keeps_layers_dense(tmp_path: Path) -> None:
     experiment = glue_toys.toy(tmp_path)
-    stage = glue.begin(experiment, tmp_path / "plain")
-    width = stage.splits.train.tensors["input_ids"].shape[1]
+    width = SentenceTask(experiment, experiment.read()).train.tensors["input_ids"].shape[1]
     dense = hf.AutoModelForSequenceClassification.from_pretrained(experiment.model.name)
     slow = [name for name, module in dense.named_modules() if "attention" in name and isinstance(module, nn.Linear)]
     known = measured_before(tmp_path / "run", rw.count(dense), {"input_ids": [1, width]}, exclude=[], left_dense=slow)

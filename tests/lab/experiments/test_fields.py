@@ -11,11 +11,11 @@ import torch
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.lab.experiments.arms import run
-from rankwise.lab.experiments.config import RAMP
 from rankwise.lab.experiments.fields import from_json, override, settings, to_json
+from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import PRESETS, preset
 from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.tasks.base import RAMP
 from rankwise.methods import METHODS
 from tests.lab.experiments.experiment_toys import toy
 

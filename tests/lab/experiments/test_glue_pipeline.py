@@ -19,14 +19,12 @@ from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.glue import TASKS, load_glue
 from rankwise.lab.data.tokenized import TokenizedTexts
-from rankwise.lab.experiments.arms import run
 from rankwise.lab.experiments.fields import from_json, override, settings, to_json
-from rankwise.lab.experiments.glue.config import GlueExperiment
-from rankwise.lab.experiments.glue.data import held_apart, predict
-from rankwise.lab.experiments.glue.encoder import check_encoder, load_encoder
-from rankwise.lab.experiments.glue.presets import ENCODERS, glue, outline
+from rankwise.lab.experiments.pipeline import run
+from rankwise.lab.experiments.presets import glue
 from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
+from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment, check_encoder, held_apart, load_encoder, predict
 from tests.lab.experiments.glue_toys import encoder, mrpc, toy
 
 pytestmark = [
@@ -72,7 +70,7 @@ def test_a_run_gives_models_of_the_sizes_asked_for(recipe: str, tmp_path: Path) 
 def test_the_same_call_again_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = toy(tmp_path)
     record = run(experiment, tmp_path / "run")
-    monkeypatch.setattr("rankwise.lab.experiments.glue.stage.tune", None)
+    monkeypatch.setattr("rankwise.lab.experiments.variants.fit", None)
     assert run(experiment, tmp_path / "run") == record
     (tmp_path / "run" / "record.json").unlink()
     again = run(experiment, tmp_path / "run")
@@ -87,7 +85,7 @@ def test_what_was_made_otherwise_is_refused_and_stays(tmp_path: Path) -> None:
         "lr": replace(experiment, training=replace(experiment.training, lr=2e-3)),
         "removed": replace(experiment, budget=Budget(removed=0.3)),
         "seed": replace(experiment, seed=1),
-        "max_steps": replace(experiment, base=replace(experiment.base, max_steps=7), compare=("dense",)),
+        "steps": replace(experiment, base=replace(experiment.base, max_steps=7), compare=("dense",)),
     }
     for name, other in others.items():
         with pytest.raises(CheckpointError, match=f"`{name}` was .* and is now .* choose another folder"):
@@ -97,7 +95,7 @@ def test_what_was_made_otherwise_is_refused_and_stays(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="`removed` was 0.4 and is now 0.3"):
         run(other, tmp_path / "run")
     rows = mrpc(tmp_path / "data", rows=50)
-    with pytest.raises(CheckpointError, match="`fingerprint` was"):
+    with pytest.raises(CheckpointError, match="`corpus` was"):
         run(replace(experiment, data=str(rows)), tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
@@ -189,7 +187,7 @@ def test_a_preset_has_the_size_of_its_encoder(name: str) -> None:
     }[name]()
     with torch.device("meta"):
         model = hf.AutoModelForSequenceClassification.from_config(config)
-    found = outline(glue(name))
+    found = glue(name).size_preview()
     assert found.parameters == rw.count(model)
     assert found.prunable == rw.hf.find_plan(model).params
     assert found.exported <= 0.65 * found.parameters + 1
@@ -237,8 +235,6 @@ def test_a_wrong_model_is_refused_before_anything_is_written(tmp_path: Path) -> 
         with pytest.raises(RankwiseError, match=message):
             run(replace(experiment, model=replace(experiment.model, name=name)), tmp_path / "run")
         assert not (tmp_path / "run").exists()
-    with pytest.raises(RankwiseError, match="`trackers` are for language models, but tensorboard was given"):
-        run(toy(tmp_path), tmp_path / "run", trackers=["tensorboard"])
     with pytest.raises(RankwiseError, match="`model.max_length` must be at most 140, .* but is 141"):
         run(toy(tmp_path, model=replace(experiment.model, max_length=141)), tmp_path / "run")
     with pytest.raises(RankwiseError, match="must be at least .* parameters|cannot"):

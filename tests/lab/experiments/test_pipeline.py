@@ -15,13 +15,12 @@ import rankwise as rw
 from rankwise.deploy.architectures import build
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.windows import Evaluation
-from rankwise.lab.experiments.arms import Arm, run, run_arms
-from rankwise.lab.experiments.config import Experiment
-from rankwise.lab.experiments.folder import load_run, read_experiment
-from rankwise.lab.experiments.pipeline import prune, train
+from rankwise.lab.experiments.pipeline import Variant, prune, run, run_variants, train
+from rankwise.lab.experiments.run_folder import load_run, read_experiment
 from rankwise.lab.experiments.sample import sample
 from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
+from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.lab.training.records import RunFolder
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import MODELS, PHASE, Phases, toy
@@ -36,7 +35,6 @@ METHODS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> None:
@@ -65,12 +63,10 @@ def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> 
     assert record["base"] == dense
 
 
-def row_prunable(experiment: Experiment) -> int:
-    from rankwise.lab.experiments.outline import outline
-
+def row_prunable(experiment: StreamExperiment) -> int:
     corpus = experiment.corpus.load()
     model = replace(experiment.model, num_words=len(corpus.vocabulary))
-    return outline(replace(experiment, model=model)).prunable
+    return replace(experiment, model=model).size_preview().prunable
 
 
 @torch.no_grad()
@@ -100,7 +96,7 @@ STOPS = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, dict[str, Any]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[StreamExperiment, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("whole")
     experiment = toy(folder, compare=("dense", "fac"))
     return experiment, run(experiment, folder / "run")
@@ -108,7 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, dict[st
 
 @pytest.mark.parametrize("title, step", STOPS)
 def test_a_stopped_experiment_goes_on(
-    title: str, step: int | None, whole: tuple[Experiment, dict[str, Any]], tmp_path: Path
+    title: str, step: int | None, whole: tuple[StreamExperiment, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Wherever it is stopped, the same call again ends with the same figures, and repeats nothing that was finished."""
     experiment, expected = whole
@@ -121,7 +117,7 @@ def test_a_stopped_experiment_goes_on(
     assert rest.steps <= 4 * PHASE.steps - stopped.steps + PHASE.checkpoint_every
 
 
-def test_a_finished_experiment_is_only_read(whole: tuple[Experiment, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_finished_experiment_is_only_read(whole: tuple[StreamExperiment, dict[str, Any]], tmp_path: Path) -> None:
     experiment, _ = whole
     first = run(experiment, tmp_path / "run")
     again = run(experiment, tmp_path / "run", watcher=(watcher := Phases()))
@@ -166,7 +162,7 @@ def test_the_dense_control_teaches_every_arm(tmp_path: Path) -> None:
     experiment = toy(tmp_path, training=phase, model=model)
     arms = {name: experiment.with_method(name) for name in ("flop-l0", "svd", "fac")}
     arms["again"] = replace(experiment.with_method("dense"), training=phase)
-    record = run_arms(experiment, [Arm(name, arm) for name, arm in arms.items()], tmp_path / "run")
+    record = run_variants(experiment, [Variant(name, arm) for name, arm in arms.items()], tmp_path / "run")
     norms = {
         name: [line["gradient_norm"] for line in RunFolder(tmp_path / "run" / name).lines() if "gradient_norm" in line]
         for name in ("dense", *arms)
@@ -251,8 +247,8 @@ def test_from_scratch_there_is_no_base(tmp_path: Path) -> None:
 def test_an_arm_from_scratch_stands_beside_those_with_a_base(tmp_path: Path) -> None:
     experiment = toy(tmp_path)
     scratch = replace(experiment, base=None, init="random", method=METHODS["fac"])
-    arms = [Arm("scratch", scratch), Arm("svd", experiment.with_method("fac"))]
-    beside = run_arms(experiment, arms, tmp_path / "run")["rows"]
+    arms = [Variant("scratch", scratch), Variant("svd", experiment.with_method("fac"))]
+    beside = run_variants(experiment, arms, tmp_path / "run")["rows"]
     alone = run(scratch, tmp_path / "alone")["rows"]
     assert [row["name"] for row in beside] == ["base", "scratch", "svd"]
     assert beside[1]["test"] == alone[0]["test"] != beside[2]["test"]

@@ -12,16 +12,15 @@ import pytest
 
 import rankwise as rw
 from rankwise.errors import CheckpointError, DataError, RankwiseError
-from rankwise.lab.experiments.arms import run
-from rankwise.lab.experiments.config import Experiment
-from rankwise.lab.experiments.folder import load_run
-from rankwise.lab.experiments.pipeline import prune, train
+from rankwise.lab.experiments.pipeline import prune, run, train
+from rankwise.lab.experiments.run_folder import load_run
 from rankwise.lab.experiments.sweep import sweep
+from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import PHASE, Phases, toy
 
 
-def run_sweep(experiment: Experiment, folder: Path) -> dict[str, Any]:
+def run_sweep(experiment: StreamExperiment, folder: Path) -> dict[str, Any]:
     return sweep(experiment, folder, methods=["fac"], removed=[0.5])
 
 
@@ -47,7 +46,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-COMMANDS: dict[str, Callable[[Experiment, Path, Path], Any]] = {
+COMMANDS: dict[str, Callable[[StreamExperiment, Path, Path], Any]] = {
     "run": lambda experiment, folder, _: run(experiment, folder),
     "train": lambda experiment, folder, _: train(experiment, folder),
     "sweep": lambda experiment, folder, _: run_sweep(experiment, folder),

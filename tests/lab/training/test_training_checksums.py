@@ -63,10 +63,10 @@ def test_the_file_and_what_the_run_does_without_it_are_named(
     path = tmp_path / "step-4" / name
     # within the last value
     bit = 8 * path.stat().st_size - 40
-    with flipped(path, bit), pytest.raises(CheckpointError, match=rf"step-4 is not: {name} .*; the run begins anew"):
+    with flipped(path, bit), pytest.raises(CheckpointError, match=rf"step-4 is not: {name} .*; the run starts again"):
         checkpoints.load(4)
     checkpoints.save(Checkpoint(2, True, checkpoint.model, checkpoint.training, checkpoint.about), None)
-    with flipped(path, bit), pytest.raises(CheckpointError, match="the run goes on from the one before, of step 2"):
+    with flipped(path, bit), pytest.raises(CheckpointError, match="the run continues from the one before, of step 2"):
         checkpoints.load(4)
     monkeypatch.setenv("RANKWISE_VERIFY", "0")
     weights = tmp_path / "step-4" / "model.safetensors"

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.errors import DataError, RankwiseError
 from rankwise.lab.data.windows import Evaluation
-from rankwise.lab.training import LanguageModel, Progress, TrainingConfig, evaluate, fit
-from rankwise.lab.training.accelerator import check_trackers
+from rankwise.lab.tasks.language import LanguageModel, evaluate
+from rankwise.lab.tasks.stream_loss import Streams
+from rankwise.lab.training import Progress, TrainingConfig, fit
 from rankwise.lab.training.records import RunFolder
+from rankwise.lab.training.trackers import TRACKERS
 from tests.lab.training.training_toys import CONFIG, SETTINGS, make_corpus, make_model, pruner_of, run
 
 DENSE = dataclasses.replace(CONFIG, dense_steps=0)
@@ -50,13 +52,13 @@ def test_a_pruner_made_by_the_caller_is_taken_as_it_is(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     model = make_model("sru", len(corpus.vocabulary))
     pruner = pruner_of("flop-agp")(model)
-    outcome = fit(model, corpus, DENSE, tmp_path / "run", pruner=pruner)
+    outcome = fit(model, Streams(corpus), DENSE, tmp_path / "run", pruner=pruner)
     assert outcome.pruner is pruner
     assert pruner.steps == DENSE.steps
     with pytest.raises(ValueError, match="`dense_steps` must be 0"):
-        fit(model, corpus, CONFIG, tmp_path / "other", pruner=pruner)
+        fit(model, Streams(corpus), CONFIG, tmp_path / "other", pruner=pruner)
     with pytest.raises(ValueError, match="`dense_steps` must be 0 without a `pruner`, but is 4"):
-        fit(model, corpus, CONFIG, tmp_path / "other")
+        fit(model, Streams(corpus), CONFIG, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -69,7 +71,7 @@ def test_accumulated_parts_are_one_large_batch(kind: str, method: str | None, tm
         model = make_model(kind, len(corpus.vocabulary), dropout=0.0).double()
         pruner = pruner_of(method)(model) if method else None
         config = dataclasses.replace(DENSE, accumulate=parts, reset_every=5)
-        fit(model, corpus, config, tmp_path / str(parts), pruner=pruner)
+        fit(model, Streams(corpus), config, tmp_path / str(parts), pruner=pruner)
         weights.append({name: p.detach() for name, p in model.named_parameters()})
     # gates are float32, so a learned diagonal rounds there
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if method is None else {"rtol": 1e-4, "atol": 1e-6}
@@ -95,7 +97,7 @@ class Counter(nn.Module):
 def test_training_carries_its_state_for_ever_and_evaluation_starts_from_none(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     model = Counter(len(corpus.vocabulary))
-    fit(model, corpus, DENSE, tmp_path / "run")
+    fit(model, Streams(corpus), DENSE, tmp_path / "run")
     assert [state for training, state in model.seen if training] == list(range(DENSE.steps))
     windows = len(Evaluation(corpus.valid, unroll=DENSE.window))
     evaluations = [state for training, state in model.seen if not training]
@@ -114,7 +116,7 @@ def test_streams_take_turns_to_begin_anew(every: int, parts: int, tmp_path: Path
             empty.append(torch.ones(len(tokens)).bool() if state is None else (state == 0).all(2).all(0))
 
     model.register_forward_pre_hook(look)  # type: ignore[arg-type]
-    fit(model, corpus, dataclasses.replace(DENSE, reset_every=every, accumulate=parts), tmp_path / "run")
+    fit(model, Streams(corpus), dataclasses.replace(DENSE, reset_every=every, accumulate=parts), tmp_path / "run")
     empty_SB = torch.cat(empty).view(DENSE.steps, DENSE.batch_size)
     assert empty_SB[0].all()
     for stream in range(DENSE.batch_size):
@@ -150,7 +152,13 @@ def test_a_ramp_longer_than_the_run_is_a_warning(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "data")
     model = make_model("sru", len(corpus.vocabulary))
     with pytest.warns(UserWarning, match="pruning has only 3 steps"):
-        fit(model, corpus, dataclasses.replace(DENSE, steps=3), tmp_path / "given", pruner=pruner_of("agp")(model))
+        fit(
+            model,
+            Streams(corpus),
+            dataclasses.replace(DENSE, steps=3),
+            tmp_path / "given",
+            pruner=pruner_of("agp")(model),
+        )
 
 
 def test_metrics_and_record_tell_what_was_done(tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def test_training_never_reads_the_test_text(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     hidden = dataclasses.replace(corpus, test=Untouchable())  # type: ignore[arg-type]
     model = make_model("sru", len(corpus.vocabulary))
-    fit(model, hidden, CONFIG, tmp_path / "run", pruner=pruner_of("flop-agp"))
+    fit(model, Streams(hidden), CONFIG, tmp_path / "run", pruner=pruner_of("flop-agp"))
 
 
 def test_texts_that_are_too_short_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -199,7 +207,7 @@ def test_texts_that_are_too_short_are_refused_before_anything_is_written(tmp_pat
     for split in ("train", "valid"):
         short = dataclasses.replace(corpus, **{split: corpus.train[:1]})  # type: ignore[arg-type]
         with pytest.raises(DataError, match="must hold at least"):
-            fit(model, short, DENSE, tmp_path / "run")
+            fit(model, Streams(short), DENSE, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -254,16 +262,9 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_done(tmp_path: Path) -> None:
-    missing = next((name for name in ("wandb", "clearml", "aim") if find_spec(name) is None), None)
+    missing = next((name for name in TRACKERS if find_spec(name) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed")
     with pytest.raises(RankwiseError, match=f"tracker {missing} needs its package, .* pip install {missing}."):
         run("sru", None, tmp_path / "run", config=DENSE, trackers=(missing,))
     assert not list(tmp_path.glob("run/**/step-*"))
-
-
-def test_a_tracker_of_the_user_s_own_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import tracking
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mine", object)
-    check_trackers(["mine", "all"])

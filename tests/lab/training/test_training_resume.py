@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import rankwise.lab.training.run as run_module
+import rankwise.lab.tasks.stream_loss as streams
 from rankwise.errors import CheckpointError
 from rankwise.lab.training import Interrupted, Outcome, Progress
 from rankwise.lab.training.records import RunFolder
@@ -167,7 +167,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_where_it_stopped(step: int, tmp_path: 
 
 def test_ctrl_c_in_an_evaluation_repeats_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run("sru", "flop-l0", tmp_path / "whole")
-    real, calls = run_module.evaluate, []
+    real, calls = streams.evaluate, []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -176,7 +176,7 @@ def test_ctrl_c_in_an_evaluation_repeats_the_evaluation(tmp_path: Path, monkeypa
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "evaluate", interrupted)
+        patch.setattr(streams, "evaluate", interrupted)
         with pytest.raises(Interrupted, match="step 4"):
             run("sru", "flop-l0", tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "step-4-unevaluated").is_dir()
@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(tmp_path: Path) -> None:
     last = tmp_path / "run" / "checkpoints" / "step-8"
     weights = last / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match="step-8 is not: .* Remove that folder; the run goes on from .* step 6"):
+    with pytest.raises(CheckpointError, match="step-8 is not: .* Remove that folder; the run continues from .* step 6"):
         run("sru", "flop-l0", tmp_path / "run")
     for path in last.iterdir():
         path.unlink()
@@ -266,7 +266,7 @@ def test_a_run_whose_best_checkpoint_is_gone_goes_on_from_before_it(tmp_path: Pa
     shutil.copytree(tmp_path / "whole", folder)
     best = folder / f"checkpoints/step-{whole.best.step}"
     (best / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="Remove that folder; the run begins anew"):
+    with pytest.raises(CheckpointError, match="Remove that folder; the run starts again"):
         run("sru", None, folder, config=config)
     shutil.rmtree(best)
     assert_same(whole, run("sru", None, folder, config=config))

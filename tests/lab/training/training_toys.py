@@ -24,6 +24,7 @@ from rankwise.lab.data.sources import load_corpus
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.tasks.stream_loss import Streams
 from rankwise.lab.training import Outcome, Progress, TrainingConfig, fit
 
 LETTERS = "abcdefgh"
@@ -113,7 +114,13 @@ def run(
         # so few steps leave gates undecided
         warnings.filterwarnings("ignore", message=".*had not decided.*")
         return fit(
-            model, corpus, config, folder, pruner=pruner_of(method) if method else None, progress=progress, **more
+            model,
+            Streams(corpus),
+            config,
+            folder,
+            pruner=pruner_of(method) if method else None,
+            progress=progress,
+            **more,
         )
 
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.load import dense_model, load
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.lab.experiments.config import Experiment
-from rankwise.lab.experiments.folder import BASE, MODEL, RECORD, read, read_experiment, refuse_sweep, write
-from rankwise.lab.experiments.saved_models import kind_of
-from rankwise.lab.training.records import surroundings
+from rankwise.lab.experiments.run_folder import BASE, MODEL, RECORD, read_experiment, refuse_sweep
+from rankwise.lab.experiments.saved_models import kind_of, open_folder
+from rankwise.lab.training.records import read_json, surroundings, write_file
 
 LENGTH = 256
 """Tokens, where no run says how many it was trained on."""
@@ -82,21 +81,16 @@ def keep(found: BenchedModels, rows: list[dict[str, Any]], lines: list[str], dev
     """Write rows and remarks into the run's record; where that is."""
     if found.record is None:
         return None
-    record = read(found.record)
+    record = read_json(found.record)
     assert record is not None
     here = surroundings(torch.device(device))
     measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write(found.record, {**record, "bench": {"rows": rows, "remarks": lines, "measured": measured, **here}})
+    write_file(found.record, {**record, "bench": {"rows": rows, "remarks": lines, "measured": measured, **here}})
     return found.record
 
 
 def _of_run(folder: Path) -> BenchedModels:
     experiment = read_experiment(folder)
-    if not isinstance(experiment, Experiment):
-        raise RankwiseError(
-            f"`rankwise bench` times runs of language models, but {folder} is one of GLUE. "
-            f"Give the folder of one of its models, as in {folder / 'flop-l0' / MODEL}."
-        )
     run = folder.parent if (folder / MODEL).is_dir() else folder
     places = [folder] if run is not folder else sorted(path.parent for path in folder.glob(f"*/{MODEL}"))
     if not places:
@@ -109,21 +103,32 @@ def _of_run(folder: Path) -> BenchedModels:
         places.append(run / BASE)
     # the base is the dense model; what trained on from it takes as long
     places.sort(key=lambda place: (place.name != BASE, place.name != "dense", place.name))
-    models = {"dense" if place.name == BASE else place.name: load(place / MODEL).float() for place in places}
+    models = {"dense" if place.name == BASE else place.name: open_folder(place / MODEL).float() for place in places}
     if places[0].name not in (BASE, "dense"):
-        models = {"dense, fresh weights": dense_model(places[0] / MODEL), **models}
-    record = next((place / RECORD for place in (folder, run) if "format" in (read(place / RECORD) or {})), None)
-    return BenchedModels(models, _num_words(models), experiment.training.window, record)
+        models = {"dense, fresh weights": _dense_of(places[0] / MODEL), **models}
+    record = next((place / RECORD for place in (folder, run) if "format" in (read_json(place / RECORD) or {})), None)
+    return BenchedModels(models, _num_words(models), experiment.length, record)
 
 
 def _num_words(models: nn.Module | dict[str, nn.Module]) -> int:
     model = next(iter(models.values())) if isinstance(models, dict) else models
-    number: int = model.config.num_words  # type: ignore[union-attr, assignment]
+    config: Any = model.config
+    number: int = config.num_words if hasattr(config, "num_words") else config.vocab_size
     return number
 
 
-def _of_hugging_face(folder: Path) -> BenchedModels:
+def _dense_of(folder: Path) -> nn.Module:
+    """The dense model that the one in a folder was made from, with fresh weights."""
+    if kind_of(folder) == "saved":
+        return dense_model(folder)
     from rankwise.hf.format import skeleton_of
+
+    compact: Any = open_folder(folder)
+    dense: nn.Module = type(compact)(skeleton_of(compact).config)
+    return dense
+
+
+def _of_hugging_face(folder: Path) -> BenchedModels:
     from rankwise.hf.loading import load_model
 
     compact: Any = load_model(str(folder))
@@ -133,7 +138,7 @@ def _of_hugging_face(folder: Path) -> BenchedModels:
             f"`rankwise bench` times models that read one text, but {folder} holds a {type(compact).__name__}, "
             "which reads two. Time it by `rankwise export`."
         )
-    dense = type(compact)(skeleton_of(compact).config)
+    dense = _dense_of(folder)
     most = positions_of(compact)
     length = LENGTH if most is None else min(LENGTH, most)
     models = {"dense, fresh weights": dense, folder.name: compact}

@@ -17,18 +17,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from rankwise.core.budget import UNITS, Budget
-from rankwise.deploy.architectures import REGISTERED, describe_config, from_description
 from rankwise.errors import InvalidValueError, RankwiseError, nearest
-from rankwise.lab.experiments.arms import AnyExperiment
-from rankwise.lab.experiments.config import Experiment
-from rankwise.methods import METHODS, make_method
-from rankwise.methods.base import Method
+from rankwise.lab.tasks.base import Experiment
+from rankwise.methods import METHODS
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
 STEPS = "training.steps"
 _HIDDEN = {"name", "model.num_words"} | {
-    f"{phase}.{name}" for phase in ("base", "training") for name in ("seed", "dense_steps", "restart_schedule")
+    f"{phase}.{name}"
+    for phase in ("base", "training", "healing")
+    for name in ("seed", "dense_steps", "restart_schedule")
 }
 
 
@@ -45,12 +44,12 @@ class Setting:
     """The docstring under the field, as one line."""
 
 
-def settings(experiment: AnyExperiment) -> dict[str, Setting]:
+def settings(experiment: Experiment) -> dict[str, Setting]:
     """Every setting of the experiment by its dotted name."""
     return {setting.name: setting for setting in _settings("", experiment) if setting.name not in _HIDDEN}
 
 
-def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperiment:
+def override(experiment: Experiment, texts: Mapping[str, str]) -> Experiment:
     """The experiment with some settings changed; `texts` maps dotted names to values as they are typed."""
     texts = dict(_expand_both(texts, experiment))
     if "method" in texts:
@@ -58,7 +57,7 @@ def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperime
             # a method that gains a ramp takes its length from the number of steps
             experiment = override(experiment, {STEPS: texts.pop(STEPS)})
         experiment = _swap_method(experiment, texts.pop("method"), texts)
-    changed: AnyExperiment = _rebuild(experiment, type(experiment), _tree(texts, experiment))
+    changed: Experiment = _rebuild(experiment, type(experiment), _tree(texts, experiment))
     return changed
 
 
@@ -100,53 +99,6 @@ def parse_value(hint: Any, text: str, name: str) -> Any:
     raise RankwiseError(f"`{name}` must be {rule}, but is {text!r} instead.")
 
 
-def to_json(experiment: AnyExperiment) -> dict[str, Any]:
-    """All settings of an experiment, for JSON."""
-    plain: dict[str, Any] = _to_plain(experiment)
-    return plain
-
-
-def from_json(plain: Mapping[str, Any]) -> AnyExperiment:
-    """The experiment that `to_json` described."""
-    kind: type[AnyExperiment] = Experiment
-    if "task" in plain:
-        from rankwise.lab.experiments.glue.config import GlueExperiment
-
-        kind = GlueExperiment
-    try:
-        experiment: AnyExperiment = _from_plain(kind, plain)
-        return experiment
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RankwiseError(f"A saved experiment must hold the settings of one, but {error}.") from error
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return as_text(value)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    if any(type(value) is known.config for known in REGISTERED.values()):
-        return describe_config(value)
-    plain = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return {"name": value.name, **plain} if isinstance(value, Method) else plain
-
-
-def _from_plain(hint: Any, plain: Any) -> Any:
-    """The value of type `hint` that `_to_plain` described."""
-    kinds = _members(hint)
-    if torch.dtype in kinds and plain is not None:
-        return _dtype(plain)
-    if not isinstance(plain, Mapping):
-        return plain
-    if "architecture" in plain:
-        return from_description(plain)
-    kind: Any = next(filter(dataclasses.is_dataclass, kinds))
-    if kind is Method:
-        return make_method(**plain)
-    hints = get_type_hints(kind)
-    return kind(**{name: _from_plain(hints[name], value) for name, value in plain.items()})
-
-
 def _settings(prefix: str, config: Any) -> Iterator[Setting]:
     """The settings of a dataclass; `config` is one, or its type where the experiment has none."""
     kind = config if isinstance(config, type) else type(config)
@@ -174,7 +126,7 @@ def descriptions(kind: type) -> dict[str, str]:
     return texts
 
 
-def _expand_both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple[str, str]]:
+def _expand_both(texts: Mapping[str, str], experiment: Experiment) -> Iterator[tuple[str, str]]:
     for name, text in texts.items():
         group, _, rest = name.partition(".")
         if group != BOTH or not rest:
@@ -185,7 +137,7 @@ def _expand_both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterato
         yield f"training.{rest}", text
 
 
-def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]:
+def _tree(texts: Mapping[str, str], experiment: Experiment) -> dict[str, Any]:
     """The parsed values as nested dictionaries, one for each group."""
     known = settings(experiment)
     tree: dict[str, Any] = {}
@@ -203,7 +155,7 @@ def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]
     return tree
 
 
-def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> RankwiseError:
+def _unknown(name: str, texts: Mapping[str, str], experiment: Experiment) -> RankwiseError:
     """The error for a misspelt setting, or for one that only a compared method has."""
     if not name.startswith("method."):
         return RankwiseError(f"There is no setting `{name}` here.{nearest(name, [*settings(experiment), 'method'])}")
@@ -220,7 +172,7 @@ def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> 
     return RankwiseError(f"There is no setting `{name}` here, with {own}.{remedy}")
 
 
-def _swap_method(experiment: AnyExperiment, name: str, texts: Mapping[str, str]) -> AnyExperiment:
+def _swap_method(experiment: Experiment, name: str, texts: Mapping[str, str]) -> Experiment:
     if name == "dense" or name not in METHODS or experiment.budget is not None:
         return experiment.with_method(name)
     sizes = {setting: text for setting, text in texts.items() if setting.startswith("budget.")}

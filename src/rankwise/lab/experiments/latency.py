@@ -1,6 +1,6 @@
 """A time instead of a size: the budget `latency_ms` of an experiment becomes one in parameters before any training.
 
-The size is found once and kept in the folder, so that a run that goes on later goes on with the same one.
+The size is found once and kept in the folder, so that a run that is resumed later has the same one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, count
 from rankwise.core.plan import Plan
-from rankwise.lab.experiments.arms import AnyExperiment
-from rankwise.lab.experiments.folder import read
+from rankwise.lab.tasks.base import Experiment
+from rankwise.lab.training.records import read_json
 from rankwise.latency import SLOWER, meet_latency
 
 FILE = "latency.json"
 
-E = TypeVar("E", bound=AnyExperiment)
+E = TypeVar("E", bound=Experiment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Latency:
 
 
 def find_latency(
-    experiment: AnyExperiment, model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], folder: Path
+    experiment: Experiment, model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], folder: Path
 ) -> Latency | None:
     """The size for the experiment's time, as `folder` has it from before or newly measured on the dense `model`.
 
@@ -62,7 +62,7 @@ def find_latency(
     of = {"parameters": count(model), "inputs": {name: list(tensor.shape) for name, tensor in inputs.items()}}
     of["exclude"] = list(experiment.exclude)
     names = [field.name for field in fields(Latency)]
-    before = read(folder / FILE, *names)
+    before = read_json(folder / FILE, *names)
     if before is not None and (before["asked"], before["of"]) == (budget.latency_ms, of):
         known = {name: before[name] for name in names}
         return Latency(**{**known, "left_dense": tuple(known["left_dense"])})

@@ -16,15 +16,18 @@ from functools import partial
 from typing import Any
 
 from rankwise.core.budget import Budget
+from rankwise.distill import Distillation
 from rankwise.errors import RankwiseError, nearest
-from rankwise.lab.experiments.arms import AnyExperiment
-from rankwise.lab.experiments.config import CorpusConfig, Experiment, lighter_dropout
-from rankwise.lab.experiments.glue.presets import ENCODERS, glue
 from rankwise.lab.models import ModelConfig
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.models.transformer_xl import TransformerXLConfig
-from rankwise.lab.training import TrainingConfig
+from rankwise.lab.tasks.base import Experiment
+from rankwise.lab.tasks.causal import DECODERS, CausalExperiment
+from rankwise.lab.tasks.pretrained import PretrainedConfig
+from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment, SentenceExperiment
+from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment, lighter_dropout
+from rankwise.lab.training import TrainingConfig, TuningConfig
 from rankwise.methods import METHODS, make_method
 from rankwise.methods.base import Method
 
@@ -42,19 +45,19 @@ class Preset:
     """An experiment by name."""
 
     name: str
-    make: Callable[[], AnyExperiment]
+    make: Callable[[], Experiment]
     table: str
     """The table of the paper it is a row of; empty for ours."""
     about: str
 
 
-def demo() -> Experiment:
+def demo() -> StreamExperiment:
     """A small SRU on text that every Python carries: minutes on a laptop, no download."""
     phase = TrainingConfig(
         steps=600, batch_size=16, window=64, lr=4e-3, schedule="cosine", warmup_steps=50, clip=1.0,
         eval_every=300, checkpoint_every=300, log_every=50,
     )  # fmt: skip
-    return Experiment(
+    return StreamExperiment(
         name="demo",
         corpus=CorpusConfig(name="pydoc"),
         model=SRUConfig(
@@ -71,7 +74,7 @@ def demo() -> Experiment:
 
 def enwik8_sru(
     method: str = "flop-l0", removed: float | None = 0.8, *, plain: int | None = None, short: bool = False
-) -> Experiment:
+) -> StreamExperiment:
     """Six SRU layers on enwik8: tables "enwik8" and "factorization analysis".
 
     `plain` is the width of a model without factorization, as NP-L0 has it: 1536 is of equal size, 2048 larger.
@@ -99,7 +102,7 @@ def enwik8_sru(
     )
 
 
-def enwik8_sru_10min() -> Experiment:
+def enwik8_sru_10min() -> StreamExperiment:
     """The paper's enwik8 model from nothing to an evaluated compact model in ten minutes on one H200.
 
     It reads the text twelve times, so it has the paper's dropout.
@@ -121,7 +124,7 @@ def enwik8_sru_10min() -> Experiment:
 
 def wikitext_103_sru(
     method: str = "flop-l0", removed: float | None = 0.5, *, plain: int | None = None, short: bool = False
-) -> Experiment:
+) -> StreamExperiment:
     """Twelve SRU layers with adaptive embedding and softmax on WikiText-103: table "Wiki-103".
 
     `plain` is the width of a model without factorization, as NP-L0 has it: 1184 is of equal size.
@@ -155,7 +158,9 @@ def wikitext_103_sru(
     )
 
 
-def enwik8_transformer_xl(method: str = "flop-l0", removed: float | None = 0.8, *, short: bool = False) -> Experiment:
+def enwik8_transformer_xl(
+    method: str = "flop-l0", removed: float | None = 0.8, *, short: bool = False
+) -> StreamExperiment:
     """The 12-layer Transformer-XL on enwik8: table "Transformer-XL"."""
     shared: dict[str, Any] = {
         "window": 512,
@@ -182,7 +187,50 @@ def enwik8_transformer_xl(method: str = "flop-l0", removed: float | None = 0.8, 
     )
 
 
-def preset(name: str) -> AnyExperiment:
+def _pretrained(hub: str, *, small: bool) -> dict[str, Any]:
+    """Our recipe for pretrained models: one-shot, then distilled; 35% of the model removed, as in the paper."""
+    tuned = TuningConfig(epochs=3, lr=1e-4 if small else 3e-5, max_steps=1_500, min_steps=200)
+    # low: a model that is compressed already has more to lose than to learn (docs/log.md)
+    made_small = replace(tuned, lr=3e-5 if small else 1.5e-5, schedule="cosine")
+    return {
+        "model": PretrainedConfig(name=hub),
+        "base": tuned,
+        "method": make_method("svd", layout="pivot"),
+        "budget": Budget(removed=0.35),
+        "training": replace(made_small, epochs=4 if small else 10, max_steps=1_000 if small else 2_000, min_steps=400),
+        "healing": replace(made_small, epochs=2 if small else 5, max_steps=500 if small else 1_000, min_steps=200),
+        "distillation": Distillation(),
+    }
+
+
+def glue(name: str) -> GlueExperiment:
+    """An encoder on a task of GLUE, embeddings pruned too."""
+    return GlueExperiment(name=name, **_pretrained(ENCODERS[name].hub, small=name == "glue-minilm"))
+
+
+def sentences() -> SentenceExperiment:
+    """An encoder on rows of one's own: `--data rows.csv --text_column text --label_column label`."""
+    return SentenceExperiment(name="sentences", **_pretrained(ENCODERS["glue-minilm"].hub, small=True))
+
+
+def causal() -> CausalExperiment:
+    """A decoder on a text of one's own, distilled from the dense one: `--text book.txt --model.name FOLDER`."""
+    tuned = TuningConfig(epochs=1, lr=2e-5, batch_size=8, max_steps=2_000)
+    smaller = replace(tuned, epochs=3, lr=1e-4, schedule="cosine", max_steps=4_000)
+    return CausalExperiment(
+        name="causal",
+        model=PretrainedConfig(name=DECODERS["causal"].hub, max_length=512),
+        base=tuned,
+        method=make_method("svd"),
+        budget=Budget(removed=0.2),
+        training=smaller,
+        healing=None,
+        distillation=Distillation(hidden=0.0),
+        calibration_rows=128,
+    )
+
+
+def preset(name: str) -> Experiment:
     """The experiment of that name."""
     if name not in PRESETS:
         raise RankwiseError(
@@ -202,7 +250,7 @@ def _row(
     gates: tuple[float | None, float, float],
     exclude: tuple[str, ...],
     short: tuple[int, int] | None,
-) -> Experiment:
+) -> StreamExperiment:
     """A row of a table.
 
     Args:
@@ -211,13 +259,13 @@ def _row(
     """
     base, training = phases
     if short is not None:
-        # a rate that falls twice costs what it gained the first time (docs/log/)
+        # a rate that falls twice costs what it gained the first time (docs/log.md)
         base = replace(_shortened(base, short[0]), schedule="constant")
         training = _shortened(training, short[1])
     dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)
     if method == "fac":
         # from scratch, for as many steps as the other rows have in all
-        return Experiment(
+        return StreamExperiment(
             name=name, corpus=corpus, model=model, base=None, method=make_method("fac"), budget=_budget(removed),
             training=replace(training, steps=base.steps + training.steps), dropout=dropout, init="random",
             exclude=exclude,
@@ -234,7 +282,7 @@ def _row(
             "open_probability": open_probability,
         }
     compare = ("dense",) if short and method != "dense" else ()
-    return Experiment(
+    return StreamExperiment(
         name=name, corpus=corpus, model=model, base=base, method=_method(method, settings), budget=_budget(removed),
         training=training, dropout=dropout, exclude=exclude, compare=compare,
     )  # fmt: skip
@@ -289,7 +337,7 @@ def _name(family: str, method: str, removed: float | None, short: bool) -> str:
     return f"{family}-{method}{level}{'-short' if short else ''}"
 
 
-def _rows() -> Iterator[tuple[str, Callable[..., Experiment]]]:
+def _rows() -> Iterator[tuple[str, Callable[..., StreamExperiment]]]:
     """(table, maker) of every row; the maker takes `short`."""
     table = "enwik8"
     yield table, partial(enwik8_sru, "dense", None)
@@ -320,6 +368,9 @@ def _presets() -> Iterator[Preset]:
     for name, encoder in ENCODERS.items():
         about = f"fine-tune, prune and heal {encoder.hub.rpartition('/')[2]} on a task of GLUE; minutes on one GPU"
         yield Preset(name, partial(glue, name), "", about)
+    own = "fine-tune, prune and heal {} of your own choice on {} of your own"
+    yield Preset("sentences", sentences, "", own.format("an encoder", "rows"))
+    yield Preset("causal", causal, "", own.format("a decoder", "text"))
     for (table, make), short in itertools.product(_rows(), (False, True)):
         made = partial(make, short=short)
         about = "minutes on one GPU" if short else "as published"

@@ -1,44 +1,17 @@
-"""What the language model of a run is used for: it is evaluated on a text, and it writes text."""
+"""Text that the language model of a run writes."""
 
 from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
-from rankwise.lab.data.corpus import Corpus
-from rankwise.lab.data.sources import NAMES
-from rankwise.lab.data.text import Progress
 from rankwise.lab.data.vocabulary import Vocabulary
-from rankwise.lab.experiments.config import CorpusConfig
-from rankwise.lab.experiments.folder import Exported, load_text
 from rankwise.lab.models.stream import open_stream
-
-
-def text_for(
-    of: Exported, config: CorpusConfig, given: Collection[str], split: str, progress: Progress | None = None
-) -> Corpus:
-    """The corpus of `config`, its split in the numbers of a model's vocabulary; `given` are the user's settings."""
-    own, vocabulary = of.experiment.corpus, of.vocabulary
-    if config.name not in NAMES and config.unit is None:
-        config = replace(config, unit="word" if vocabulary.kind == "word" else "character")
-    elif config.name in NAMES and (config.unit, config.min_count) == (own.unit, own.min_count):
-        # these say how the model's own text was split, and a published text has rules of its own
-        config = replace(config, unit=None, min_count=None)
-    corpus = load_text(config, given, of.fingerprint, progress)
-    if corpus.vocabulary == vocabulary:
-        return corpus
-    if config.unit == "word":
-        # the model's vocabulary decides which words are known
-        corpus = replace(config, min_count=0).load(progress)
-    read: Any = {split: vocabulary.renumber(getattr(corpus, split), corpus.vocabulary)}
-    return replace(corpus, vocabulary=vocabulary, **read)
 
 
 @torch.inference_mode()

@@ -12,7 +12,8 @@ from rankwise.deploy.load import load, load_empty
 from rankwise.deploy.save import OF_RUN, STRUCTURE
 from rankwise.errors import CheckpointError
 from rankwise.lab.data.vocabulary import Vocabulary
-from rankwise.lab.experiments.folder import EXPERIMENT, VOCABULARY, find_run, load_run, read
+from rankwise.lab.experiments.run_folder import EXPERIMENT, VOCABULARY, find_run, load_run
+from rankwise.lab.training.records import read_json
 
 PRETRAINED = "config.json"
 """The file that marks a folder of transformers."""
@@ -74,7 +75,7 @@ def open_own(folder: Path) -> OwnModel | None:
         model, place = run.model, run.folder
     else:
         model, place = load(folder).eval(), folder.resolve().parent
-    found = {name: read(place / name) for name in OF_RUN}
+    found = {name: read_json(place / name) for name in OF_RUN}
     whole = {name: content for name, content in found.items() if content is not None}
     return OwnModel(model, whole if len(whole) == len(found) else {})
 
@@ -83,13 +84,13 @@ def open_empty(name: str) -> tuple[nn.Module, list[str]]:
     """The model of a folder, or of a name on the hub, without its weights; and what is assumed of it."""
     folder = Path(name)
     if (folder / EXPERIMENT).is_file():
-        return load_empty(find_run(folder)[1]), []
+        folder = find_run(folder).path
     if kind_of(folder) == "saved":
         return load_empty(folder), []
     _check_holds_model(folder)
     from rankwise.hf.loading import empty_model
 
-    return empty_model(name), [ASSUMED]
+    return empty_model(str(folder) if folder.is_dir() else name), [ASSUMED]
 
 
 def _check_holds_model(folder: Path) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.lab.experiments.arms import SWEEP, AnyExperiment, Arm, Watcher, check_seed, run_arms
-from rankwise.lab.experiments.config import Experiment
-from rankwise.lab.experiments.folder import RECORD, claim, write, write_experiment
+from rankwise.lab.experiments.pipeline import run_variants
+from rankwise.lab.experiments.run_folder import RECORD, SWEEP, claim, write_experiment
+from rankwise.lab.experiments.variants import DENSE, Variant
+from rankwise.lab.tasks.base import Experiment, check_seed
+from rankwise.lab.training import Watcher
+from rankwise.lab.training.records import write_file
 
 VERSION = 1
 
 
 def sweep(
-    experiment: AnyExperiment,
+    experiment: Experiment,
     folder: str | os.PathLike[str],
     *,
     methods: Sequence[str],
@@ -29,8 +32,8 @@ def sweep(
 ) -> dict[str, Any]:
     """Run every method at every size with every seed; the record, which is also in `record.json`.
 
-    `removed` is a fraction of what the experiment's own budget counts. Of language models the dense control is trained
-    too, whether or not "dense" is among the methods.
+    `removed` is a fraction of what the experiment's own budget counts. Where the others are compared with a dense
+    control, it is trained whether or not "dense" is among the methods.
     """
     if experiment.base is None:
         raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
@@ -41,32 +44,31 @@ def sweep(
             )
     for seed in seeds:
         check_seed(seed)
-    if isinstance(experiment, Experiment) and "dense" not in methods:
-        methods = ["dense", *methods]
+    if experiment.reference == "control" and DENSE not in methods:
+        methods = [DENSE, *methods]
     path, watcher = Path(folder), watcher or Watcher()
     claim(path, SWEEP)
-    arms = _arms(experiment, methods, removed)
+    variants = _variants(experiment, methods, removed)
     records = []
     for seed in seeds:
         watcher.phase(f"seed {seed}")
-        seeded = [Arm(arm.name, replace(arm.experiment, seed=seed)) for arm in arms]
-        records.append(
-            run_arms(replace(experiment, seed=seed), seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers)
-        )
+        seeded = [replace(each, experiment=replace(each.experiment, seed=seed)) for each in variants]
+        own = replace(experiment, seed=seed)
+        records.append(run_variants(own, seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers))
     write_experiment(path, experiment)
     record = {"format": SWEEP, "version": VERSION, "name": experiment.name, "runs": records}
-    write(path / RECORD, record)
+    write_file(path / RECORD, record)
     return record
 
 
-def _arms(experiment: AnyExperiment, methods: Sequence[str], removed: Sequence[float]) -> list[Arm[Any]]:
-    arms: list[Arm[Any]] = []
+def _variants(experiment: Experiment, methods: Sequence[str], removed: Sequence[float]) -> list[Variant]:
+    variants: list[Variant] = []
     of = "model" if experiment.budget is None else experiment.budget.of
     for method in methods:
-        if method == "dense":
-            arms.append(Arm(method, experiment.with_method(method)))
+        if method == DENSE:
+            variants.append(Variant(method, experiment.control()))
             continue
         for level in removed:
             sized = experiment.with_method(method, Budget(removed=level, of=of))
-            arms.append(Arm(f"{method}-{100 * level:g}", sized))
-    return arms
+            variants.append(Variant(f"{method}-{100 * level:g}", sized))
+    return variants

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.files import (
@@ -44,7 +46,7 @@ _NAME = re.compile(r"step-(\d+)(-unevaluated)?")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What is written, and read back."""
+    """The content of a checkpoint."""
 
     step: int
     evaluated: bool
@@ -94,7 +96,7 @@ class Checkpoints:
             return Checkpoint(step, evaluated, model, load_file(path / TRAINING), about["about"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             before = [number for number, done in self.steps() if (number, done) < (step, evaluated)]
-            then = f"goes on from the one before, of step {before[-1]}" if before else "begins anew"
+            then = f"continues from the one before, of step {before[-1]}" if before else "starts again"
             raise CheckpointError(
                 f"A checkpoint must be whole, but {path} is not: {reason(error)}. Remove that folder; the run {then}."
             ) from error
@@ -180,3 +182,39 @@ def check_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) ->
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """`optimizer.<parameter>.<key>`; the settings are the configuration's."""
+    tensors = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            assert isinstance(value, Tensor), f"optimizer state {key} is no tensor"
+            tensors[f"optimizer.{index}.{key}"] = value
+    return tensors
+
+
+def load_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` returned."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":
+            index, key = rest.split(".")
+            state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators."""
+    tensors = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def load_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_tensors` returned."""
+    torch.set_rng_state(tensors["random.cpu"])
+    if device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"], device)

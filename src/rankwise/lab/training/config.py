@@ -1,11 +1,17 @@
-"""What a training run is asked to do. Gates and multipliers have their own settings, with the pruning method."""
+"""What a training run is asked to do. Gates and multipliers have their own settings, with the pruning method.
+
+`LoopConfig` is what the loop reads. A task has settings of its own beside it: `TrainingConfig` for streams of text,
+counted in steps; `TuningConfig` for examples, counted in epochs, which becomes a `LoopConfig` when they are counted.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+import torch
 
 from rankwise.errors import InvalidValueError
 from rankwise.lab.data.vocabulary import Array
@@ -14,24 +20,24 @@ from rankwise.lab.training.schedules import SCHEDULES
 
 Precision = Literal["no", "bf16"]
 Schedule = Literal["inverse-sqrt", "cosine", "constant", "linear"]
+Device = Literal["auto", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Settings of `fit`. A run resumes only with those it began with, but for `HOUSEKEEPING`."""
+class LoopConfig:
+    """Settings of the loop. A run resumes only with those it began with, except `HOUSEKEEPING`."""
+
+    decays_vectors: ClassVar[bool] = False
+    """Whether weight decay is applied to biases and norms too."""
+    keeps_checkpoints: ClassVar[bool] = False
+    """Whether an experiment keeps the checkpoints of a phase whose model it has exported."""
 
     steps: int
     """Optimizer steps in all, `dense_steps` included."""
     batch_size: int
-    """Streams of text that are read side by side in one step."""
-    window: int
-    """Tokens that each stream reads in one step; gradients go no further back."""
+    """Examples in one step, or streams of text that are read side by side."""
     lr: float
     """The peak of the weights' learning rate."""
-    reset_every: int | None = None
-    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; 0: never. None: as
-    many as evaluation takes for a stream, which begins with an empty state: a model that has seen none for long answers
-    poorly from it."""
     dense_steps: int = 0
     """Steps before the pruner is made: the warm-up of the dense model."""
     schedule: Schedule = "inverse-sqrt"
@@ -39,25 +45,22 @@ class TrainingConfig:
     warmup_steps: int = 0
     """The learning rate rises linearly for so many steps."""
     restart_schedule: bool = False
-    """The schedule begins anew when pruning begins; otherwise one schedule spans all steps."""
+    """The schedule starts again when pruning begins; otherwise one schedule spans all steps."""
     weight_decay: float = 0.0
-    """Of AdamW, on every weight; gates are never decayed."""
+    """The weight decay of AdamW; gates are never decayed."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW."""
+    """The betas of AdamW."""
     clip: float | None = None
     """Largest norm of the gradient of all weights together."""
     accumulate: int = 1
     """Parts that a batch is cut into, one after the other: the same gradient in less memory."""
-    distill: float = 0.0
-    """Share of the loss that asks for a teacher's answers in place of the text's own."""
     precision: Precision = "no"
     """"bf16" for mixed precision; weights, gates and losses stay float32."""
-    device: Literal["auto", "cpu"] = "auto"
+    device: Device = "auto"
     """"auto" takes an accelerator where there is one."""
-    eval_every: int = 1_000
-    """Steps between evaluations on the validation text. The ends of both phases are evaluated in any case."""
-    eval_tokens: int | None = None
-    """Evaluate on so many tokens from the beginning of a text; None for all of it."""
+    eval_every: int | None = None
+    """Steps between evaluations on the validation data, by which the best weights are chosen; the ends of both phases
+    are evaluated in any case. None: no evaluation, and the last weights are the result."""
     checkpoint_every: int = 1_000
     """Steps between checkpoints. A new best and the end are saved in any case."""
     keep: int = 2
@@ -65,40 +68,19 @@ class TrainingConfig:
     log_every: int = 100
     """Steps between lines of metrics."""
     seed: int = 0
-    """Of dropout and of where the text is begun."""
+    """The seed of dropout and of the order of the data."""
 
     def __post_init__(self) -> None:
         # a config read from JSON brings a list
         object.__setattr__(self, "betas", tuple(self.betas))
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidValueError(
-                    f"`{name}` must be a whole number of at least {least}, but is {value!r} instead."
-                )
-        if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
-            raise InvalidValueError(
-                f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead."
-            )
-        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 0):
-            raise InvalidValueError(
-                f"`reset_every` must be a whole number of at least 0, or None to do as evaluation does, but is "
-                f"{self.reset_every!r} instead."
-            )
+        whole: dict[str, int] = {"dense_steps": 0, "warmup_steps": 0, "seed": 0}
+        for name in ("steps", "batch_size", "dense_steps", "warmup_steps", "accumulate", *_OFTEN, "keep", "seed"):
+            if name != "eval_every" or self.eval_every is not None:
+                check_whole(self, name, whole.get(name, 1))
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                names = ", ".join(map(repr, known))
-                raise InvalidValueError(f"`{name}` must be one of {names}, but is {getattr(self, name)!r} instead.")
-        for name in ("lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
-        if not 0 <= self.distill <= 1:
-            raise InvalidValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise InvalidValueError(
-                f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead."
-            )
+            check_choice(self, name, known)
+        check_positive(self, "lr", "clip")
+        check_decay(self)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidValueError(f"`betas` must be two numbers in [0, 1), but are {self.betas} instead.")
         if self.batch_size % self.accumulate:
@@ -112,12 +94,6 @@ class TrainingConfig:
                 "`steps` counts both phases."
             )
 
-    def evaluation(self, text: Array) -> Evaluation:
-        """The part of a text that is evaluated on, in windows."""
-        # the first token is no target
-        part = text if self.eval_tokens is None else text[: self.eval_tokens + 1]
-        return Evaluation(part, unroll=self.window)
-
     def lr_at(self, step: int, *, pruning: bool = False) -> float:
         """The learning rate of step 1, 2, ..., `steps`."""
         first, last = 0, self.steps
@@ -126,27 +102,158 @@ class TrainingConfig:
         return self.lr * SCHEDULES[self.schedule](step - first, self.warmup_steps, last - first)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(LoopConfig):
+    """Training on streams of text, a window of each in every step."""
+
+    decays_vectors: ClassVar[bool] = True
+    keeps_checkpoints: ClassVar[bool] = True
+
+    window: int
+    """Tokens that each stream reads in one step; gradients go no further back."""
+    reset_every: int | None = None
+    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; 0: never. None: as
+    many as evaluation takes for a stream, which begins with an empty state: a model that has seen none for long answers
+    poorly from it."""
+    distill: float = 0.0
+    """Share of the loss that asks for a teacher's answers in place of the text's own."""
+    eval_every: int = 1_000
+    """Steps between evaluations on the validation text. The ends of both phases are evaluated in any case."""
+    eval_tokens: int | None = None
+    """Evaluate on so many tokens from the beginning of a text; None for all of it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, "window", 1)
+        if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
+            raise InvalidValueError(
+                f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead."
+            )
+        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 0):
+            raise InvalidValueError(
+                f"`reset_every` must be a whole number of at least 0, or None to do as evaluation does, but is "
+                f"{self.reset_every!r} instead."
+            )
+        if not 0 <= self.distill <= 1:
+            raise InvalidValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
+
+    def evaluation(self, text: Array) -> Evaluation:
+        """The part of a text that is evaluated on, in windows."""
+        # the first token is no target
+        part = text if self.eval_tokens is None else text[: self.eval_tokens + 1]
+        return Evaluation(part, unroll=self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """A few epochs over examples. Checkpoints are kept until the trained model is exported."""
+
+    epochs: float = 3.0
+    """Passes over the training set; a part of one is allowed."""
+    max_steps: int | None = None
+    """No more steps than that, however large the training set is."""
+    min_steps: int = 1
+    """No fewer steps than that, however small it is."""
+    batch_size: int = 32
+    """Examples in a step."""
+    lr: float = 5e-5
+    """The peak of the learning rate."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate moves after its warm-up: linear and cosine fall to 0."""
+    warmup: float = 0.1
+    """The learning rate rises linearly in this share of the steps."""
+    weight_decay: float = 0.01
+    """The weight decay of AdamW, on matrices."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient of all weights together."""
+    log_every: int = 50
+    """Steps between lines of metrics."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, from which a stopped phase resumes."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_steps", "batch_size", "log_every", "checkpoint_every"):
+            check_whole(self, name, 1)
+        if self.max_steps is not None:
+            check_whole(self, "max_steps", 1)
+        check_positive(self, "epochs", "lr", "clip")
+        check_decay(self)
+        if not 0 <= self.warmup < 1:
+            raise InvalidValueError(f"`warmup` must be a share of the steps, in [0, 1), but is {self.warmup} instead.")
+        check_choice(self, "schedule", ("linear", "cosine", "constant"))
+
+    def steps(self, num_examples: int) -> int:
+        """The number of steps over a training set of that size."""
+        steps = max(self.min_steps, math.ceil(self.epochs * math.ceil(num_examples / self.batch_size)))
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def counted(self, num_examples: int, *, precision: Precision, device: Device, seed: int) -> LoopConfig:
+        """The settings of the loop over a training set of that size."""
+        steps = self.steps(num_examples)
+        return LoopConfig(
+            steps=steps,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            schedule=self.schedule,
+            warmup_steps=int(self.warmup * steps),
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+            precision=precision,
+            device=device,
+            checkpoint_every=self.checkpoint_every,
+            keep=1,
+            log_every=self.log_every,
+            seed=seed,
+        )
+
+
 HOUSEKEEPING = ("checkpoint_every", "keep")
 """Settings that change neither weights nor metrics, so a resumed run may have others."""
 
 
 def binding(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a run's configuration that it may not change when it goes on."""
+    """The part of a run's configuration that it may not change when it is resumed."""
     training = {key: value for key, value in configuration["training"].items() if key not in HOUSEKEEPING}
     return {**configuration, "training": training}
 
 
-_WHOLE = {
-    "steps": 1,
-    "batch_size": 1,
-    "window": 1,
-    "dense_steps": 0,
-    "warmup_steps": 0,
-    "accumulate": 1,
-    "eval_every": 1,
-    "checkpoint_every": 1,
-    "keep": 1,
-    "log_every": 1,
-    "seed": 0,
-}
+def device_of(device: Device) -> torch.device:
+    """The device that models are trained on."""
+    found = None if device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """The precision of a model's forward pass; its weights stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def check_whole(config: object, name: str, least: int) -> None:
+    """Refuse a setting that is not a whole number of at least `least`."""
+    value = getattr(config, name)
+    if type(value) is not int or value < least:
+        raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Refuse settings that are given and not positive."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+
+
+def check_choice(config: object, name: str, known: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of the known words."""
+    if getattr(config, name) not in known:
+        words = ", ".join(map(repr, known))
+        raise InvalidValueError(f"`{name}` must be one of {words}, but is {getattr(config, name)!r} instead.")
+
+
+def check_decay(config: LoopConfig | TuningConfig) -> None:
+    if not 0 <= config.weight_decay < math.inf:
+        raise InvalidValueError(f"`weight_decay` must be at least 0 and finite, but is {config.weight_decay} instead.")
+
+
+_OFTEN = ("eval_every", "checkpoint_every", "log_every")
 _CHOICES = {"schedule": tuple(SCHEDULES), "precision": ("no", "bf16"), "device": ("auto", "cpu")}

@@ -1,19 +1,17 @@
 """Steps recorded as a CUDA graph, so that the host issues one command in place of hundreds.
 
 A small model keeps a GPU busy for less time than the host takes to issue its work. A graph is the work of one step on
-fixed memory: it holds for as long as the *signature* stays the same, that is the shapes of what is carried from step to
-step, and what of the gates is known to the host.
+fixed memory. It is valid as long as the *signature* stays the same: the shapes of what is carried from step to step,
+and what of the gates is known to the host.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class StepGraph:
@@ -46,7 +44,7 @@ class StepGraph:
         return True
 
     def forget(self) -> None:
-        """Drop the graph and give its memory back."""
+        """Drop the graph and free its memory."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
@@ -54,7 +52,7 @@ class StepGraph:
     def _record(self) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # other threads, such as a tracker's, may go on with theirs
+            # other threads, such as a tracker's, may continue with theirs
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self.step()
         except RuntimeError as error:
@@ -65,29 +63,37 @@ class StepGraph:
         return graph
 
 
-class BatchGraphs:
-    """Steps on batches of a few shapes: a graph for each shape, and the memory of a step shared by all of them.
+class StepGraphs:
+    """A graph for each shape of batch.
 
-    `step` is given a batch, and must leave nothing behind that it made, such as gradients.
+    Args:
+        share: the graphs share the memory of a step. Then `step` must leave nothing behind that it made, such as
+            gradients, and no signature may change: memory is not shared with a graph that was dropped.
     """
 
-    def __init__(self, step: Callable[[dict[str, Tensor]], None]) -> None:
+    def __init__(self, step: Callable[[], None], *, share: bool) -> None:
         self.step = step
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Hashable, tuple[dict[str, Tensor], StepGraph]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if share else None
+        self._graphs: dict[Hashable, StepGraph] = {}
         self._refused = False
 
-    def run(self, batch: dict[str, Tensor]) -> None:
-        """Take a step."""
+    @property
+    def num_recorded(self) -> int:
+        return sum(graph._graph is not None for graph in self._graphs.values())
+
+    def run(self, key: Hashable, signature: Hashable) -> bool:
+        """Take a step on the batch of that key; whether it was one of a graph."""
         if self._refused:
-            self.step(batch)
-            return
-        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
-        if shapes not in self._graphs:
-            there = {name: tensor.clone() for name, tensor in batch.items()}
-            self._graphs[shapes] = there, StepGraph(partial(self.step, there), self._pool)
-        there, graph = self._graphs[shapes]
-        for name, tensor in batch.items():
-            there[name].copy_(tensor)
-        graph.run(shapes)
+            self.step()
+            return False
+        graph = self._graphs.setdefault(key, StepGraph(self.step, self._pool))
+        # a signature of None would look like one that was run before
+        replayed = graph.run((key, signature))
         self._refused = graph.refused
+        return replayed
+
+    def forget(self) -> None:
+        """Drop all graphs and free their memory."""
+        for graph in self._graphs.values():
+            graph.forget()
+        self._graphs.clear()

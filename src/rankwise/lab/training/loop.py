@@ -1,14 +1,14 @@
-"""The training loop: dense steps, then pruning, with evaluation, metrics and checkpoints. It knows no method.
+"""The training loop: dense steps, then pruning, with evaluation, metrics and checkpoints, for every task and method.
 
 Per step: batch -> loss and gradients, clipped -> weights -> `pruner.step()` -> evaluation, metrics and checkpoint,
-where due. All of it is a function of (configuration, step, checkpoint), so a killed run goes on bit for bit on a CPU.
+where due. All of it is a function of (configuration, step, checkpoint), so a killed run resumes bit for bit on a CPU.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,15 +17,14 @@ from typing import Any
 from torch import nn
 
 from rankwise.core.budget import count
-from rankwise.lab.data.corpus import Corpus
-from rankwise.lab.training.accelerator import start_trackers
-from rankwise.lab.training.config import TrainingConfig
-from rankwise.lab.training.evaluate import Quality
-from rankwise.lab.training.histograms import GATES
+from rankwise.errors import RankwiseError
+from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.interrupt import Interrupted, Stop, interruption
+from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.progress import Progress
 from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings
 from rankwise.lab.training.run import Best, MakePruner, Run
+from rankwise.lab.training.trackers import Trackers, check_trackers
 from rankwise.pruner import Pruner
 
 
@@ -44,8 +43,8 @@ class Outcome:
 
 def fit(
     model: nn.Module,
-    corpus: Corpus,
-    config: TrainingConfig,
+    task: Trainable,
+    config: LoopConfig,
     folder: str | os.PathLike[str],
     *,
     pruner: Pruner | MakePruner | None = None,
@@ -53,43 +52,54 @@ def fit(
     about: Mapping[str, Any] | None = None,
     trackers: Sequence[str] = (),
     progress: Progress | None = None,
+    after_step: Callable[[Pruner], None] | None = None,
 ) -> Outcome:
-    """Train `model` in place, and go on where an earlier call with the same arguments was stopped.
+    """Train `model` in place, and continue where an earlier call with the same arguments was stopped.
 
     Args:
-        model: a language model, (tokens, state) to (logits, state), made anew as the first call got it.
-        corpus: its training text is trained on, its validation text evaluated; its test text is left alone.
-        config: steps, learning rate and so on.
+        model: the model as the first call got it, whether or not this call resumes.
+        task: the data and the loss; its training data are trained on, its validation data evaluated, its test data
+            are left alone.
+        config: steps, learning rate and so on, as `task` reads them.
         folder: of the run. A run of another configuration in it is refused.
         pruner: one that has gated `model`, or a function that gates the model it is given, called after
             `config.dense_steps`. None: the model stays dense.
-        teacher: another model with the same vocabulary, whose answers are learned to the share `config.distill`. It
-            is put into evaluation mode, and its parameters ask for no gradient any more.
-        about: JSON of what else makes this run: preset, shape of the model. Kept, and compared when a run goes on.
-        trackers: names that Accelerate knows, such as "tensorboard".
-        progress: is told what happens.
+        teacher: another model for the same task, whose answers are learned. It is put into evaluation mode, and its
+            parameters ask for no gradient any more.
+        about: JSON of what else makes this run: preset, shape of the model. Kept, and compared when a run is resumed.
+        trackers: "tensorboard", "wandb".
+        progress: called on each event.
+        after_step: called with the pruner after each of its steps, and once when a run is resumed.
     """
-    run = Run(model, corpus, config, folder, pruner, about or {}, trackers, teacher)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise RankwiseError(
+            f"Training must run in one process, but was started in {os.environ['WORLD_SIZE']}. "
+            "Start it with `--num_processes 1`."
+        )
+    check_trackers(trackers)
+    run = Run(model, task, config, folder, pruner=pruner, teacher=teacher, about=about)
     with run.folder.held():
-        return _fit(run, progress or Progress())
+        return _fit(run, trackers, progress or Progress(), after_step or (lambda pruner: None))
 
 
-def _fit(run: Run, progress: Progress) -> Outcome:
+def _fit(run: Run, trackers: Sequence[str], progress: Progress, after_step: Callable[[Pruner], None]) -> Outcome:
     if not run.restore():
         # what an earlier run left that never came to a checkpoint
         run.folder.metrics.unlink(missing_ok=True)
         run.folder.record.unlink(missing_ok=True)
+    elif run.pruner is not None:
+        after_step(run.pruner)
     run.folder.begin(run.configuration)
     # an interrupted evaluation has not written its line, so lines up to the step before are what is known
     run.folder.cut(run.step - run.pending)
-    start_trackers(run.accelerator, run.config, run.step - run.pending)
+    tracked = Trackers(trackers, run.folder.path, asdict(run.config), run.step - run.pending)
     progress.begin(run.step, run.config.steps)
     try:
         with interruption() as stop:
-            _go(run, stop, progress)
+            _take_steps(run, stop, progress, tracked, after_step)
     finally:
         progress.end()
-        run.accelerator.end_training()
+        tracked.close()
     return _finish(run)
 
 
@@ -107,7 +117,9 @@ class _Clock:
         return passed
 
 
-def _go(run: Run, stop: Stop, progress: Progress) -> None:
+def _take_steps(
+    run: Run, stop: Stop, progress: Progress, trackers: Trackers, after_step: Callable[[Pruner], None]
+) -> None:
     """Take the steps that are left."""
     clock, speed = _Clock(run.step), _Clock(run.step)
     try:
@@ -117,8 +129,13 @@ def _go(run: Run, stop: Stop, progress: Progress) -> None:
                 if run.step >= run.config.dense_steps:
                     run.begin_pruning()
                 run.train_step()
+                if run.pruner is not None:
+                    after_step(run.pruner)
                 progress.advance(run.step)
-            _end_step(run, stop, progress, clock, speed)
+            line = _end_step(run, stop, clock, speed)
+            if line:
+                trackers.log(line)
+                progress.report(line)
     except Interrupted:
         run.seconds += clock.lap(run.step)[0]
         run.save()
@@ -127,8 +144,8 @@ def _go(run: Run, stop: Stop, progress: Progress) -> None:
         ) from None
 
 
-def _end_step(run: Run, stop: Stop, progress: Progress, clock: _Clock, speed: _Clock) -> None:
-    """Evaluate, write metrics and a checkpoint, each where it is due."""
+def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, Any]:
+    """Evaluate, write metrics and a checkpoint, each where it is due; the line of metrics, empty where none is."""
     config, step = run.config, run.step
     last, dense_ends = step == config.steps, 0 < config.dense_steps == step
     line: dict[str, Any] = {}
@@ -137,26 +154,25 @@ def _end_step(run: Run, stop: Stop, progress: Progress, clock: _Clock, speed: _C
     training = run.training_metrics() if logs else {}
     seconds, num_steps = speed.lap(step) if logs else (0.0, 0)
     if num_steps:
-        training["tokens_per_second"] = num_steps * run.windows.tokens_per_step / seconds
-    if last or dense_ends or step % config.eval_every == 0:
+        training[f"{run.objective.unit}_per_second"] = num_steps * run.objective.per_step / seconds
+    if config.eval_every is not None and (last or dense_ends or step % config.eval_every == 0):
         began = time.perf_counter()
-        quality = run.evaluate(stop.check)
+        loss = run.evaluate(stop.check)
         # evaluation is no training: it does not count as time per token
         speed.then += time.perf_counter() - began
-        is_best = run.is_new_best(quality)
-        line = {"valid_loss": quality.loss, f"valid_{quality.measure}": quality.value, "is_best": is_best}
+        is_best = run.is_new_best(loss)
+        line = {f"valid_{name}": value for name, value in run.objective.figures(loss).items()}
+        line["is_best"] = is_best
     run.seconds += clock.lap(run.step)[0]
     if logs or line:
         line = {"step": step, "seconds": run.seconds, **training, **line}
         run.folder.append(line)
-        if run.accelerator.log_with:
-            run.accelerator.log({key: value for key, value in line.items() if key not in ("step", GATES)}, step=step)
-        progress.report(line)
     if logs:
         run.forget_sums()
     run.pending = False
     if last or is_best or step % config.checkpoint_every == 0:
         run.save()
+    return line
 
 
 def _finish(run: Run) -> Outcome:
@@ -169,16 +185,16 @@ def _finish(run: Run) -> Outcome:
         "seed": run.config.seed,
         "configuration": run.configuration,
         "pruner": run.describe_pruner(),
-        "corpus": run.corpus.record(),
+        "corpus": run.task.record(),
         "steps": run.step,
-        "tokens": run.step * run.windows.tokens_per_step,
+        run.objective.unit: run.step * run.objective.per_step,
         "sizes": _sizes(run),
         "quality": {"valid": _quality(run)},
         "seconds": run.seconds,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
     }
-    # finished before: only weights and pruner were wanted again
+    # finished before: only weights and pruner were wanted
     before = run.folder.finished()
     if before is None:
         run.folder.finish(record)
@@ -192,5 +208,5 @@ def _sizes(run: Run) -> dict[str, Any]:
 def _quality(run: Run) -> dict[str, Any] | None:
     if run.best is None:
         return None
-    quality = Quality(loss=run.best.loss, num_targets=run.valid.num_targets, unit=run.corpus.unit)
-    return {"step": run.best.step, **quality.record()}
+    figures = run.objective.figures(run.best.loss)
+    return {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}

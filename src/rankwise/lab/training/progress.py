@@ -1,4 +1,4 @@
-"""What a training loop tells while it runs. The base class keeps silent; a command line shows it."""
+"""What happens in a run, for those who want to show it. The base classes are silent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Progress:
-    """Told of each event; override what is of interest."""
+    """Called on each event of the training loop; override what is of interest."""
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Training is about to go on after `step`."""
+        """Training starts, or continues after `step`."""
 
     def advance(self, step: int) -> None:
         """A step was taken. Called often: return at once."""
@@ -20,3 +20,13 @@ class Progress:
 
     def end(self) -> None:
         """Training is over, or was interrupted."""
+
+
+class Watcher(Progress):
+    """Called on each event of an experiment; override what is of interest."""
+
+    def phase(self, title: str) -> None:
+        """Another part begins: training, evaluating, timing."""
+
+    def read(self, what: str, done: int, total: int | None) -> None:
+        """Data is being downloaded or prepared: `done` of `total` bytes."""

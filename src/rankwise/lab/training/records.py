@@ -47,7 +47,7 @@ class RunFolder:
                 "Wait until it has ended, or choose another folder."
             ) from None
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
         try:
             yield
         finally:
@@ -55,11 +55,7 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Make the folder and say what will be run in it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / "config.json", config)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        write_file(self.path / "config.json", config)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
@@ -67,7 +63,7 @@ class RunFolder:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def cut(self, step: int) -> None:
         """Drop the lines after `step`, which a resumed run writes again, and a last one that was cut short."""
@@ -79,7 +75,7 @@ class RunFolder:
             unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(unfinished, self.metrics)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics so far."""
@@ -107,10 +103,7 @@ class RunFolder:
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write the record of a finished run."""
-        try:
-            write_json(self.record, record)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        write_file(self.record, record)
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
@@ -125,11 +118,45 @@ class RunFolder:
             f"{shown[:40] + '...' if len(shown) > 40 else shown!r}. Remove that line and run again."
         )
 
-    def _unwritable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"A run must be able to write to its folder, but {self.path} failed: {reason(error)}. "
-            "Free some space or choose another place, and run again."
-        )
+
+def write_file(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a whole JSON file, and make the folders above it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, content)
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> CheckpointError:
+    """The error for a folder that cannot be written to."""
+    return CheckpointError(
+        f"A run must be able to write to its folder, but {folder} failed: {reason(error)}. "
+        "Free some space or choose another place, and run again."
+    )
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
+    """The content of a JSON file, which must hold these keys; None where there is no file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise foreign_file(path, f"cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise foreign_file(path, f"is a {type(content).__name__}")
+    for key in keys:
+        if key not in content:
+            raise foreign_file(path, f"has no `{key}`")
+    return content
+
+
+def foreign_file(path: Path, found: str) -> CheckpointError:
+    """The error for a file that rankwise did not write."""
+    return CheckpointError(
+        f"{path} must be JSON that rankwise wrote, but {found.rstrip('.')}. Remove it, or choose another folder."
+    )
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
@@ -150,7 +177,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "numpy", "safetensors", "accelerate", "transformers"):
+    for name in ("torch", "numpy", "safetensors", "transformers"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

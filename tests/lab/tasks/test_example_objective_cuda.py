@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise.lab.training.tune import TuningConfig, tune
+from rankwise.lab.training import Progress, TuningConfig
+from rankwise.lab.training.records import RunFolder
+from tests.lab.tasks.example_toys import tune
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIG = TuningConfig(epochs=4, batch_size=16, lr=1e-2, clip=0.5)
@@ -58,20 +60,19 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().cpu().flatten() for p in module.parameters()])
 
 
-def test_graphs_train_the_weights_that_a_cpu_trains() -> None:
+def test_graphs_train_the_weights_that_a_cpu_trains(tmp_path: Path) -> None:
     start, loss = model(), Loss()
-    lines: list[Mapping[str, Any]] = []
     here, there = copy.deepcopy(start), copy.deepcopy(start).cuda()
-    tune(here, Lines("cpu"), CONFIG, Loss(), precision="no", log=None)
-    tune(there, Lines("cuda"), CONFIG, loss, precision="no", log=lines.append)
+    tune(here, Lines("cpu"), CONFIG, Loss(), tmp_path / "cpu")
+    tune(there, Lines("cuda"), CONFIG, loss, tmp_path / "cuda", device="auto")
     torch.testing.assert_close(weights(there), weights(here), rtol=1e-3, atol=1e-4)
     assert not torch.allclose(weights(there), weights(start), atol=1e-2)
     # once, and once to record it: two lengths and one batch of another size
     assert loss.asked == 2 * 3
-    assert all(torch.isfinite(torch.tensor(line["loss"])) for line in lines)
+    assert all(torch.isfinite(torch.tensor(line["loss"])) for line in RunFolder(tmp_path / "cuda").lines())
 
 
-def test_dropout_draws_anew_in_every_step_of_a_graph() -> None:
+def test_dropout_draws_new_numbers_in_every_step_of_a_graph(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     class Dropped(nn.Module):
@@ -85,22 +86,24 @@ def test_dropout_draws_anew_in_every_step_of_a_graph() -> None:
             return (x * kept.mean()).sum(-1, keepdim=True)
 
     dropped = Dropped().cuda()
-    tune(dropped, Lines("cuda"), CONFIG, Loss(), after_step=lambda: seen.append((dropped.mask != 0).cpu()))
+    progress = Progress()
+    progress.advance = lambda step: seen.append((dropped.mask != 0).cpu())  # type: ignore[method-assign]
+    tune(dropped, Lines("cuda"), CONFIG, Loss(), tmp_path, device="auto", progress=progress)
     pairs = pairwise(seen)
     assert all(300 < int((a != b).sum()) < 700 for a, b in pairs)
 
 
-def test_a_model_that_waits_for_the_gpu_is_trained_without_a_graph() -> None:
+def test_a_model_that_waits_for_the_gpu_is_trained_without_a_graph(tmp_path: Path) -> None:
     trained, loss = model().cuda(), Loss(waits=True)
     with pytest.warns(UserWarning, match="without a CUDA graph"):
-        tune(trained, Lines("cuda"), CONFIG, loss, precision="no")
+        tune(trained, Lines("cuda"), CONFIG, loss, tmp_path / "waits", device="auto")
     expected = model().cuda()
-    tune(expected, Lines("cuda"), CONFIG, Loss(), precision="no")
+    tune(expected, Lines("cuda"), CONFIG, Loss(), tmp_path / "expected", device="auto")
     torch.testing.assert_close(weights(trained), weights(expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
-def test_an_encoder_and_its_teacher_are_trained_by_graphs(family: str) -> None:
+def test_an_encoder_and_its_teacher_are_trained_by_graphs(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from rankwise.distill import Distillation, distillation_loss
 
@@ -123,6 +126,6 @@ def test_an_encoder_and_its_teacher_are_trained_by_graphs(family: str) -> None:
         taken.append(1)
         return loss(model, batch)
 
-    tune(student, Texts("cuda"), CONFIG, counted)
+    tune(student, Texts("cuda"), CONFIG, counted, tmp_path, device="auto", precision="bf16")
     assert len(taken) == 2 * 3
     assert torch.isfinite(weights(student)).all()

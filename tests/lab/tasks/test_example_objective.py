@@ -1,9 +1,10 @@
-"""Fine-tuning: learns, keeps to its steps and schedule, and is the same for the same seed."""
+"""Epochs over examples: the model learns, steps and schedule are kept, and a killed run ends with the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.errors import BudgetError
+from rankwise.lab.tasks.pretrained import ExampleObjective
+from rankwise.lab.training import Progress, TuningConfig
+from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.snapshots import Snapshots
-from rankwise.lab.training.tune import TuningConfig, tune
+from tests.lab.tasks.example_toys import tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 
@@ -49,14 +53,18 @@ def config(**changes: Any) -> TuningConfig:
     return TuningConfig(**{"epochs": 10, "batch_size": 16, "lr": 4e-2, "log_every": 8, **changes})
 
 
-def test_it_learns_and_the_same_seed_gives_the_same_weights() -> None:
+def weights(trained: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trained.parameters()])
+
+
+def test_it_learns_and_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     lines: list[list[Any]] = []
     ends = []
-    for seed in (0, 0, 1):
-        trained, found = model(), []
-        tune(trained, Line(), config(), loss, seed=seed, log=found.append)
-        lines.append(found)
-        ends.append(torch.cat([p.flatten() for p in trained.parameters()]))
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        trained = model()
+        tune(trained, Line(), config(), loss, tmp_path / name, seed=seed)
+        lines.append(RunFolder(tmp_path / name).lines())
+        ends.append(weights(trained))
     assert [line["step"] for line in lines[0]] == [8, 16, 24, 32, 40]
     assert lines[0][-1]["loss"] < 0.3 * lines[0][0]["loss"]
     assert torch.equal(ends[0], ends[1])
@@ -66,16 +74,49 @@ def test_it_learns_and_the_same_seed_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     "changes, steps", [({}, 40), ({"epochs": 0.5}, 2), ({"max_steps": 7}, 7), ({"epochs": 1, "min_steps": 9}, 9)]
 )
-def test_the_number_of_steps_is_the_one_asked_for(changes: dict[str, Any], steps: int) -> None:
-    taken: list[int] = []
+def test_the_number_of_steps_is_the_one_asked_for(changes: dict[str, Any], steps: int, tmp_path: Path) -> None:
     settings = config(**changes)
-    tune(model(), Line(), settings, loss, after_step=lambda: taken.append(1))
-    assert len(taken) == settings.steps(64) == steps
+    assert tune(model(), Line(), settings, loss, tmp_path).record["steps"] == settings.steps(64) == steps
+
+
+class StopError(Exception):
+    """As good as a kill: nothing of the run's own code comes after it."""
+
+
+class StopAt(Progress):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def advance(self, step: int) -> None:
+        if step == self.step:
+            raise StopError
+
+
+def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Wherever it is killed: within an epoch of four batches, at its end, before and after a checkpoint."""
+    settings = config(checkpoint_every=3)
+    whole, killed = model(), model()
+    tune(whole, Line(), settings, loss, tmp_path / "whole")
+    for step in (1, 4, 5, 7, 8, 13, 39, 40):
+        with pytest.raises(StopError):
+            tune(model(), Line(), settings, loss, tmp_path / "killed", progress=StopAt(step))
+    tune(killed, Line(), settings, loss, tmp_path / "killed")
+    assert torch.equal(weights(whole), weights(killed))
+
+
+def test_every_epoch_has_every_example_once_in_another_order() -> None:
+    settings = config().counted(64, precision="no", device="cpu", seed=3)
+    objective = ExampleObjective(model(), Line(), settings, torch.device("cpu"), loss)
+    epochs = [torch.cat([objective.batch(step)[0]["x"] for step in range(4 * e, 4 * e + 4)]) for e in range(3)]
+    assert all(torch.equal(epoch.sort(0).values, Line().x.sort(0).values) for epoch in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
+    # a batch depends on the step alone
+    assert torch.equal(objective.batch(6)[0]["x"], epochs[1][32:48])
 
 
 def test_the_learning_rate_rises_and_falls_to_zero() -> None:
-    settings = config(warmup=0.25)
-    rates = [settings.lr_at(step, 40) for step in range(1, 41)]
+    settings = config(warmup=0.25).counted(64, precision="no", device="cpu", seed=0)
+    rates = [settings.lr_at(step) for step in range(1, 41)]
     assert rates[0] == pytest.approx(4e-3)
     assert rates[9] == max(rates) == pytest.approx(4e-2)
     assert rates[-1] == 0
@@ -97,12 +138,12 @@ def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
         config(**wrong)
 
 
-def test_one_run_gives_a_model_of_every_size_on_the_way() -> None:
+def test_one_run_gives_a_model_of_every_size_on_the_way(tmp_path: Path) -> None:
     gated = model()
     dense = rw.count(gated)
     pruner = rw.Pruner(gated, Budget(removed=0.6), anneal_steps=20)
     snapshots = Snapshots(pruner, [Budget(removed=fraction) for fraction in (0.6, 0.2, 0.4)])
-    tune(gated, Line(), config(), loss, pruner=pruner, after_step=snapshots.take)
+    tune(gated, Line(), config(), loss, tmp_path, pruner=pruner, after_step=lambda _: snapshots.take())
     assert [snapshot.budget.removed for snapshot in snapshots.taken] == [0.2, 0.4]
     found = snapshots.finish()
     for snapshot in found:

@@ -1,20 +1,25 @@
-"""What the loop sees of a language model: tokens, targets and a carried state in, the mean loss and a new state out.
+"""A language model as a loss: tokens, targets and a carried state in, the mean loss and a new state out.
 
 Shapes: B = streams, T = window, D = width, V = words, N = targets that count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.lab.data.windows import IGNORED
+from rankwise.lab.data.corpus import Unit
+from rankwise.lab.data.windows import IGNORED, Evaluation
 from rankwise.lab.models.adaptive import AdaptiveSoftmax, WordSplit, split_words
 from rankwise.lab.models.sru import SRULanguageModel
+from rankwise.measure import evaluating
 
 Words = Tensor | WordSplit
 """Tokens or targets of a window, (B, T), or the same by cluster."""
@@ -111,3 +116,66 @@ def carry(before: State | None, after: State) -> State:
 def shape_of(state: State | None) -> Hashable:
     """The shapes of the tensors of a state."""
     return tuple(part.shape for part in ((state,) if isinstance(state, Tensor) else state or ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """How well a model predicts a text."""
+
+    loss: float
+    """Mean negative log likelihood of a token, in nats."""
+    num_targets: int
+    unit: Unit
+
+    @property
+    def measure(self) -> str:
+        """The name of the figure that is reported for this unit."""
+        return "bits_per_character" if self.unit == "character" else "perplexity"
+
+    @property
+    def value(self) -> float:
+        """Bits per character, or perplexity per word."""
+        return self.loss / math.log(2) if self.unit == "character" else perplexity(self.loss)
+
+    def record(self) -> dict[str, float]:
+        return {"loss": self.loss, self.measure: self.value, "num_targets": self.num_targets}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); JSON has no infinity."""
+    return math.exp(min(loss, 700.0))
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Products on a GPU from factors of 11 bits where they would be float32: three times as fast for a dense SRU."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+@torch.no_grad()
+@_tf32()
+def evaluate(
+    language: LanguageModel, text: Evaluation, unit: Unit, *, check: Callable[[], None] = lambda: None
+) -> Quality:
+    """Quality over every target of `text`, each once, from an empty state that is carried from window to window.
+
+    `check` is called between windows, and may raise to stop.
+    """
+    with evaluating(language):
+        total, num_targets = torch.zeros((), dtype=torch.float64), 0
+        state: State | None = None
+        for x_BT, y_BT in text:
+            check()
+            loss, state = language(x_BT, y_BT, state)
+            counted = int((y_BT != IGNORED).sum())
+            # on the CPU in float64: windows are few, and a GPU that waits here has nothing else to do
+            total += loss.double().cpu() * counted
+            num_targets += counted
+    return Quality(loss=float(total) / num_targets, num_targets=num_targets, unit=unit)

@@ -1,1 +1,0 @@
-"""GLUE: a pretrained encoder is fine-tuned, pruned while it learns from its dense self, and healed."""

@@ -1,0 +1,333 @@
+"""Classification and regression of sentences, or pairs of them: the tasks of GLUE, and files of one's own.
+
+`rankwise run glue-mpnet --task mrpc` and `rankwise run sentences --data rows.csv --text_column text`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankwise.adapters.targets import target_plan
+from rankwise.core.plan import Plan
+from rankwise.errors import DataError, RankwiseError
+from rankwise.hub import source_of
+from rankwise.lab.data.glue import Dataset, Rows, load_glue, score, task_named
+from rankwise.lab.data.glue.read import ARCHIVES
+from rankwise.lab.data.glue.tasks import Task as GlueTask
+from rankwise.lab.data.text import Progress
+from rankwise.lab.data.tokenized import TokenizedTexts
+from rankwise.lab.tasks.pretrained import (
+    SETTING,
+    KnownModel,
+    PretrainedExperiment,
+    PretrainedTask,
+    check_length,
+    check_share,
+    first_line,
+    load_config,
+    load_tokenizer,
+    quiet,
+)
+from rankwise.lab.tasks.rows import Columns, read_table
+
+SPLIT_SEED = 0
+"""Which rows are held out is the same for every seed of an experiment."""
+EVALUATION_BATCH = 64
+
+ENCODERS = {
+    "glue-roberta": KnownModel("FacebookAI/roberta-base", 124_647_170, 123_933_696, 499),
+    "glue-mpnet": KnownModel("sentence-transformers/all-mpnet-base-v2", 109_488_002, 108_774_528, 438),
+    "glue-minilm": KnownModel("sentence-transformers/all-MiniLM-L6-v2", 22_713_986, 22_682_112, 91),
+}
+"""Encoders by preset; sizes with a head of two labels."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Splits:
+    """The rows of a task: what is trained on, what settings are chosen on, what is reported."""
+
+    dataset: Dataset
+    train: Rows
+    valid: Rows | None
+    """Rows to choose settings on; None where there are none."""
+    test: Rows
+    """Rows that are reported; nothing is chosen on them."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
+
+    def record(self) -> dict[str, Any]:
+        return self.dataset.record()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueExperiment(PretrainedExperiment):
+    """Fine-tune an encoder on a task of GLUE, prune it to a size, heal it, and compare what comes out."""
+
+    key: ClassVar[str] = "task"
+    base_settings: ClassVar[tuple[str, ...]] = ("task", "held_out", *PretrainedExperiment.base_settings)
+    variant_settings: ClassVar[tuple[str, ...]] = ("task", "held_out", *PretrainedExperiment.variant_settings)
+    known_models: ClassVar[dict[str, KnownModel]] = ENCODERS
+
+    task: str = "mrpc"
+    """cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."""
+    data: str | None = None
+    """A folder that holds the task's files (MRPC/train.tsv, ...); without it, they are downloaded."""
+    held_out: float = 0.1
+    """The share of the training set that is kept from training, to choose settings on. 0: all is trained on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "task", task_named(self.task).name)
+        check_share(self, "held_out", 0.5)
+
+    @property
+    def reads(self) -> str:
+        return f"GLUE {task_named(self.task).title}"
+
+    def check_model(self) -> None:
+        check_encoder(self.model.name, task_named(self.task), self.model.max_length)
+        super().check_model()
+
+    def read(self, progress: Progress | None = None) -> Splits:
+        """The rows; reported is GLUE's development set, because the labels of its test sets are not published."""
+        dataset = load_glue(self.task, data=self.data, progress=progress)
+        train, valid = held_apart(dataset.train, self.held_out)
+        return Splits(dataset=dataset, train=train, valid=valid, test=dataset.dev)
+
+    def make_task(self, data: Splits) -> SentenceTask:
+        return SentenceTask(self, data)
+
+    def portable(self) -> GlueExperiment:
+        return replace(self, data=None)
+
+    @property
+    def expected_examples(self) -> int:
+        return round((1 - self.held_out) * task_named(self.task).train_rows)
+
+    @property
+    def data_megabytes(self) -> int:
+        archive = ARCHIVES.get(task_named(self.task).title)
+        return 1 if archive is None else archive.megabytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceExperiment(PretrainedExperiment):
+    """Fine-tune an encoder on rows of one's own, prune it to a size, heal it, and compare what comes out."""
+
+    key: ClassVar[str] = "text_column"
+    _own: ClassVar[tuple[str, ...]] = ("text_column", "second_text_column", "label_column", "regression", "held_out")
+    base_settings: ClassVar[tuple[str, ...]] = (*_own, *PretrainedExperiment.base_settings)
+    variant_settings: ClassVar[tuple[str, ...]] = (*_own, *PretrainedExperiment.variant_settings)
+    known_models: ClassVar[dict[str, KnownModel]] = {"sentences": ENCODERS["glue-minilm"]}
+
+    data: str | None = None
+    """The file with the training rows: CSV with a header, TSV, or JSONL."""
+    valid: str | None = None
+    """A file with rows to choose settings on; without it, the share `held_out` of the training rows."""
+    test: str | None = None
+    """A file with rows to report; without it, a further share `held_out` of the training rows."""
+    text_column: str = "text"
+    """The column of the text."""
+    second_text_column: str | None = None
+    """The column of the second text, for pairs of texts."""
+    label_column: str = "label"
+    """The column of the label: a name or a number for each class."""
+    regression: bool = False
+    """The label is a number to be estimated, not a class."""
+    held_out: float = 0.1
+    """The share of the training rows that is kept from training for each of `valid` and `test` that has no file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self, "held_out", 0.4)
+
+    @property
+    def reads(self) -> str:
+        return "rows of your own" if self.data is None else self.data
+
+    @property
+    def columns(self) -> Columns:
+        texts = (self.text_column, *((self.second_text_column,) if self.second_text_column else ()))
+        return Columns(texts=texts, label=self.label_column, regression=self.regression)
+
+    def read(self, progress: Progress | None = None) -> Splits:
+        if self.data is None:
+            raise DataError("`data` must be a file with rows, but is not given. Example: --data rows.csv.")
+        dataset, files = read_table(Path(self.data), self.columns, [self.valid, self.test])
+        check_encoder(self.model.name, dataset.task, self.model.max_length)
+        train, found = dataset.train, []
+        for rows, which in zip(files, ("valid", "test"), strict=True):
+            held = rows
+            if rows is None:
+                # the same number of rows for both, whichever of them has a file
+                train, held = held_apart(train, self.held_out, round(self.held_out * len(dataset.train)))
+            if held is None and which == "test":
+                raise DataError("`held_out` must be above 0 without a file `test`, but is 0. Give one of them.")
+            found.append(held)
+        valid, test = found
+        assert test is not None
+        return Splits(dataset=replace(dataset, train=train, dev=test), train=train, valid=valid, test=test)
+
+    def make_task(self, data: Splits) -> SentenceTask:
+        return SentenceTask(self, data)
+
+    def portable(self) -> SentenceExperiment:
+        return replace(self, data=None, valid=None, test=None)
+
+
+def held_apart(rows: Rows, share: float, number: int | None = None) -> tuple[Rows, Rows | None]:
+    """The rows that are trained on, and a share of them, or a number, that is held out, chosen at random."""
+    if share == 0:
+        return rows, None
+    number = round(share * len(rows)) if number is None else number
+    if not 0 < number < len(rows):
+        raise DataError(
+            f"`held_out` must leave rows on both sides, but {share:g} of {len(rows)} rows is {number}. Change it, or 0."
+        )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    return rows.take(sorted(order[number:])), rows.take(sorted(order[:number]))
+
+
+class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
+    """An encoder with a head for one label of each row."""
+
+    @property
+    def glue(self) -> GlueTask:
+        """The labels and the metrics."""
+        return self.data.dataset.task
+
+    @cached_property
+    def train(self) -> TokenizedTexts:
+        found = self._examples("train")
+        assert found is not None
+        return found
+
+    def open(self, name: str | os.PathLike[str]) -> nn.Module:
+        return load_encoder(name, self.glue)
+
+    def plan(self, model: nn.Module) -> Plan:
+        """The encoder's matrices. The head stays whole: it is small, and no answer can do without it."""
+        heads = [name for name, _ in model.named_children() if name != getattr(model, "base_model_prefix", "")]
+        excluded = self.experiment.exclude or None
+        return target_plan(model, exclude_modules=excluded, modules_to_save=heads or None)
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float] | None:
+        """The metrics of the task, in float32."""
+        examples = self._examples(split)
+        return None if examples is None else score(self.glue, *predict(model.to(self.device), examples))
+
+    def example(self) -> dict[str, Tensor]:
+        """A text of the greatest length."""
+        tokens: Tensor = self.train.tensors["input_ids"]
+        return {"input_ids": tokens[:1, :1].expand(1, tokens.shape[1]).contiguous()}
+
+    def _examples(self, split: str) -> TokenizedTexts | None:
+        rows: Rows | None = getattr(self.data, split)
+        name = self.experiment.model.name
+        place = str(Path(name).resolve()) if Path(name).is_dir() else name
+        key = _Rows(self.data, split)
+        return None if rows is None else _tokenized(key, place, self.experiment.model.max_length, str(self.device))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A split that equals the same split of the same rows: variants of an experiment are tokenized once."""
+
+    data: Splits
+    split: str
+
+    def _key(self) -> tuple[object, ...]:
+        rows = getattr(self.data, self.split)
+        return self.data.dataset.task, self.data.fingerprint, self.split, len(rows)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rows) and self._key() == other._key()
+
+
+@cache
+def _tokenized(key: _Rows, name: str, max_length: int, device: str) -> TokenizedTexts:
+    rows, task = getattr(key.data, key.split), key.data.dataset.task
+    return TokenizedTexts(
+        load_tokenizer(name),
+        rows.texts,
+        [int(label) for label in rows.labels] if task.labels else rows.labels,
+        max_length=max_length,
+        regression=task.is_regression,
+        device=device,
+    )
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, examples: TokenizedTexts) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Outputs and labels of every example, in the order of the examples."""
+    model.eval()
+    places: list[int] = []
+    outputs: list[Tensor] = []
+    for chunk, batch in examples.in_order(EVALUATION_BATCH):
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        places += chunk
+        outputs.append(model(**inputs).logits.float())
+    logits = torch.empty(len(examples), outputs[0].shape[1])
+    logits[places] = torch.cat(outputs).cpu()
+    return logits.numpy(), examples.tensors["labels"].cpu().numpy()
+
+
+def check_encoder(name: str | os.PathLike[str], task: GlueTask, max_length: int) -> None:
+    """Refuse a model that is not there, has a head for other labels, or takes no texts of `max_length` tokens."""
+    config = load_config(name)
+    # a head that was trained for other labels would give answers that mean something else
+    trained = any("ForSequenceClassification" in each for each in config.architectures or ())
+    if trained and config.num_labels != task.num_labels:
+        raise RankwiseError(
+            f"The head of {name} must have {task.num_labels} labels for {task.title}, but has {config.num_labels}. "
+            "Give a model without a head, or one that was fine-tuned for this task."
+        )
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with quiet(), torch.device("meta"):
+            skeleton = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise _no_classifier(name, error) from error
+    check_length(skeleton, name, max_length)
+
+
+def load_encoder(name: str | os.PathLike[str], task: GlueTask, *, seed: int | None = None) -> nn.Module:
+    """An encoder with a head for `task`: the one that was saved, or a fresh one."""
+    from transformers import AutoModelForSequenceClassification
+
+    kind = "regression" if task.is_regression else "single_label_classification"
+    source: dict[str, Any] = source_of(name, SETTING)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with quiet():
+        try:
+            model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32, **source
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _no_classifier(name, error) from error
+    config: Any = model.config
+    if task.labels:
+        config.id2label = dict(enumerate(task.labels))
+        config.label2id = {label: place for place, label in enumerate(task.labels)}
+    return model
+
+
+def _no_classifier(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
+    return RankwiseError(
+        f"`model.name` must be a model that can classify texts, but {name} is not: {first_line(error)}"
+    )

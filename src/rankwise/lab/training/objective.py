@@ -1,0 +1,100 @@
+"""What the loop needs of a task: the loss of a model on the batch of each step. See `rankwise.lab.tasks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.lab.training.config import LoopConfig
+
+
+class Objective:
+    """The loss of one model, and what is carried from step to step.
+
+    Batches are a function of the step alone, and `tensors()` holds all that is carried, so that a resumed run continues
+    exactly as it would have.
+    """
+
+    unit: ClassVar[str] = "examples"
+    """What a step reads `per_step` of."""
+    carries: ClassVar[bool] = False
+    """Whether anything is carried from step to step."""
+
+    def __init__(self, model: nn.Module, config: LoopConfig, device: torch.device) -> None:
+        self.model = model.to(device)
+        self.config, self.device = config, device
+
+    @property
+    def per_step(self) -> int:
+        return self.config.batch_size
+
+    def batch(self, step: int) -> Sequence[Any]:
+        """The batch of a step, in `config.accumulate` parts."""
+        raise NotImplementedError
+
+    def loss(self, part: Any, index: int) -> tuple[Tensor, Tensor, Any]:
+        """The loss of a part, the loss that is reported (no gradient), and what to `carry` on."""
+        raise NotImplementedError
+
+    def carry(self, state: Any, index: int) -> None:
+        """Keep what `loss` returned for the same part of the next batch; called after the backward pass."""
+
+    def begin_step(self, step: int) -> None:
+        """Called before the loss of a step."""
+
+    # CUDA graphs
+
+    def can_record(self, pruning: bool) -> bool:
+        """Whether steps do the same work on a GPU for all batches of the same shape, so that a graph can repeat it."""
+        return False
+
+    def fixed_batch(self, step: int) -> tuple[Sequence[Any], Hashable]:
+        """The batch in memory that all batches of its shape share, and a key for that memory."""
+        raise NotImplementedError
+
+    def carried_shapes(self) -> Hashable:
+        """The shapes of what is carried; a graph is valid only for the same ones."""
+        return None
+
+    # checkpoints
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is carried, for a checkpoint."""
+        return {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `tensors` returned."""
+
+    # evaluation
+
+    @property
+    def num_targets(self) -> int | None:
+        """The number of targets of an evaluation, for the record."""
+        return None
+
+    def evaluate(self, check: Callable[[], None]) -> float:
+        """The mean loss on the validation data; `check` is called now and then, and may raise to stop."""
+        raise NotImplementedError
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """A mean loss in the measures of the task."""
+        return {"loss": loss}
+
+
+class Trainable(Protocol):
+    """A task as the loop sees it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same data; a run resumes only with these."""
+
+    def record(self) -> dict[str, Any]:
+        """What the record of a run keeps of the data."""
+
+    def objective(
+        self, model: nn.Module, config: Any, device: torch.device, teacher: nn.Module | None = None
+    ) -> Objective:
+        """The loss of a model; with a teacher, what it learns from the teacher's answers is part of it."""
