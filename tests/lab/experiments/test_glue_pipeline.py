@@ -19,11 +19,12 @@ from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.glue import TASKS, load_glue
 from rankwise.lab.data.tokenized import TokenizedTexts
-from rankwise.lab.experiments.fields import from_json, override, settings, to_json
+from rankwise.lab.experiments.fields import override, settings
 from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import glue
 from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
+from rankwise.lab.tasks.base import from_json
 from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment, check_encoder, held_apart, load_encoder, predict
 from tests.lab.experiments.glue_toys import encoder, mrpc, toy
 
@@ -204,7 +205,7 @@ def test_every_setting_can_be_set_and_survives_json() -> None:
     assert isinstance(experiment, GlueExperiment)
     assert (experiment.task, experiment.sizes, experiment.healing) == ("sst2", (0.2, 0.4), None)
     assert (experiment.base.epochs, experiment.training.epochs) == (2, 2)
-    assert from_json(json.loads(json.dumps(to_json(experiment)))) == experiment
+    assert from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
     assert [setting.name for setting in settings(experiment).values() if not setting.about] == []
 
 

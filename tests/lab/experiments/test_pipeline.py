@@ -35,6 +35,7 @@ METHODS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> None:
