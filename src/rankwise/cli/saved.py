@@ -16,7 +16,7 @@ from rankwise.cli.command import (
 )
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import say
-from rankwise.lab.report.tables import MEASURES
+from rankwise.lab.report import MEASURES
 
 if TYPE_CHECKING:
     from rankwise.lab.tasks.base import Experiment

@@ -152,19 +152,23 @@ def _record_of_models(folders: Sequence[Path]) -> dict[str, Any]:
                 f"Models in one table must have read the same text, but {folders[0]} and {folder} have not. "
                 "Report them apart."
             )
-    names = [export["row"]["name"] for export in found.values()]
-    rows = [
-        # two models of one name are not two seeds of one model
-        {**export["row"], "name": str(folder)} if names.count(export["row"]["name"]) > 1 else export["row"]
-        for folder, export in found.items()
-    ]
+    pairs = [(folder, row) for folder, export in found.items() for row in _rows(export)]
+    names = [row["name"] for _, row in pairs]
+    # two models of one name are not two seeds of one model
+    rows = [{**row, "name": str(folder)} if names.count(row["name"]) > 1 else row for folder, row in pairs]
     return {"format": MODELS, "name": "models", "rows": sorted(rows, key=lambda row: row["method"] != "dense")}
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a folder holds one model and its row: what `rankwise prune` wrote, or a part of a run."""
+    """Whether a folder holds models of one method and their rows: what `rankwise prune` wrote, or a part of a run."""
     export = path / EXPORT
-    return export.is_file() and "row" in _read(export)
+    return export.is_file() and bool(_rows(_read(export)))
+
+
+def _rows(export: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a part; earlier versions wrote one."""
+    rows: list[dict[str, Any]] = export.get("rows") or ([export["row"]] if "row" in export else [])
+    return rows
 
 
 def _records_at(path: Path) -> dict[Path, Any]:

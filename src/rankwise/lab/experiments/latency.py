@@ -29,7 +29,7 @@ class Latency:
 
     asked: float
     measured: float
-    """Of a model of `params` parameters and uniform ranks."""
+    """The time of a model of `params` parameters and uniform ranks."""
     dense: float
     params: int
     left_dense: tuple[str, ...]

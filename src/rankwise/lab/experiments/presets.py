@@ -289,7 +289,7 @@ def _row(
 
 
 def _method(name: str, settings: dict[str, Any]) -> Method:
-    """With those of the settings that it has."""
+    """The method of that name, with those of `settings` that it has."""
     known = {field.name for field in fields(METHODS[name])}
     return make_method(name, **{key: value for key, value in settings.items() if key in known})
 

@@ -79,9 +79,9 @@ def claim(folder: Path, form: str) -> dict[str, Any] | None:
     return record
 
 
-def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], arms: Sequence[str], fingerprint: str) -> bool:
+def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], variants: Sequence[str], fingerprint: str) -> bool:
     """Whether a finished record is of these settings and these data."""
-    same = _lasting(record.get("experiment")) == _lasting(experiment) and record.get("arms") == arms
+    same = _lasting(record.get("experiment")) == _lasting(experiment) and record.get("arms") == variants
     return same and record["corpus"]["fingerprint"] == fingerprint
 
 
@@ -130,7 +130,7 @@ def variant_fingerprint(task: Task[Any, Any], config: LoopConfig, base: Path | N
     experiment = task.experiment
     plain = experiment.to_json()
     names = [*experiment.variant_settings, *(name for name in experiment.optional if name in plain)]
-    about: dict[str, Any] = {name: plain[name] for name in names}
+    about: dict[str, Any] = {name: _lasting(plain[name]) for name in names}
     if base is None:
         about["base"] = None
     elif (base / WEIGHTS).is_file():

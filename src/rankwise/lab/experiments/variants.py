@@ -33,7 +33,7 @@ AnyTask = Task[Any, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to go on from the shared base: a method and its settings, under a name."""
+    """What is made from the shared base: a method with its settings, under a name."""
 
     name: str
     experiment: Experiment

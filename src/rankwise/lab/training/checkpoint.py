@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in safetensors and JSON.
+"""Checkpoints: all that a run needs to resume as if it had never stopped, in safetensors and JSON.
 
 `checkpoints/step-N` holds `model.safetensors` (weights, gates, multipliers), `training.safetensors` (optimizer, carried
 state, random numbers) and `checkpoint.json`, with the checksums of all three (`rankwise.files`). A folder gets its name

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; its message says how to go on."""
+    """The user stopped the run; its message says how to resume it."""
 
 
 class Stop:

@@ -23,7 +23,7 @@ from rankwise.files import reason, write_json
 from rankwise.version import VERSION
 
 FORMAT, FORMAT_VERSION = "rankwise-run", 1
-"""Of the record."""
+"""The format of the record of one training."""
 
 
 class RunFolder:

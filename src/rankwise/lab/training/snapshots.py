@@ -25,7 +25,7 @@ class Snapshot:
     model: nn.Module
     size: SizeReport
     step: int
-    """Of the pruner, when it was taken."""
+    """The step of the pruner at which it was taken."""
 
 
 class Snapshots:
