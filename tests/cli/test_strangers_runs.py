@@ -127,7 +127,7 @@ def test_a_row_that_lies_elsewhere_is_made_again(finished: Path, stranger: Path,
     (stranger / "record.json").unlink()
     file = stranger / "fac" / "export.json"
     content = json.loads(file.read_text())
-    content["row"]["folder"] = str(elsewhere)
+    content["rows"][0]["folder"] = str(elsewhere)
     file.write_text(json.dumps(content))
     assert run(["run", "demo", *words(place), "--out", str(stranger)]) == 0
     rows = json.loads((stranger / "record.json").read_text())["rows"]
@@ -142,7 +142,7 @@ def test_one_s_own_run_finds_its_text_in_the_cache_even_where_the_file_is_gone(
     assert run(["train", "demo", *words(tmp_path)[:-2], "--out", out]) == 0
     (tmp_path / "text.txt").unlink()
     capsys.readouterr()
-    row = json.loads((tmp_path / "out/base/export.json").read_text())["row"]
+    row = json.loads((tmp_path / "out/base/export.json").read_text())["rows"][0]
     assert run(["evaluate", f"{out}/base", "--split", "test", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(row["test"]["loss"], rel=1e-6)
     assert run(["prune", out, "--out", str(tmp_path / "small")]) == 0
