@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise import oneshot
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core import factorize
 from rankwise.core.calibrate import calls, output_weights, second_moments
 from rankwise.core.choice import uniform_counts

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.adapters.generic import find_plan
-from rankwise.adapters.readers import answer
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, CostCurve, count
 from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
 from rankwise.core.choice import ranked_counts, uniform_counts
@@ -29,10 +28,12 @@ from rankwise.core.memory import drop_pages, trim
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.surgery import become
 from rankwise.core.targets import Target, find_target
+from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
 from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, check_arguments, planned
+from rankwise.split import split
 
 Progress = Callable[[str, int, int], None]
 SHARE = 0.08
@@ -52,6 +53,7 @@ def compress(
     layout: Literal["pair", "pivot"] | None = None,
     rank_multiple: int | None = None,
     target: str | Target | None = None,
+    example: Any = None,
     in_place: bool = False,
     ranks: Literal["global", "even"] = "global",
     progress: Progress | None = None,
@@ -75,6 +77,8 @@ def compress(
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file, in the pivot layout; see
             `rankwise.core.targets`); by default the device that it is on.
+        example: a batch of input for `model`, on which its code is checked to do with layers of low rank what it does
+            with stock ones; by default the first batch of `calibration`.
         in_place: `model` itself becomes small, in little more memory than it takes already.
         ranks: "global" as above, or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
@@ -96,6 +100,7 @@ def compress(
     account = account_of(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
+    split(model, [use.name for site in plan.sites for use in site.uses])
 
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:
@@ -113,8 +118,8 @@ def compress(
         if site.name not in chosen.alone:
             _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, budget.dtype)
         progress("factors", done, len(plan.sites))
-    answer(model)
     families.changed(model)
+    verify_layers(model, Batch(example if example is not None else next(iter(data.batches or ()), None)))
     # less where pivots would have suffered in half precision
     assert count(model) <= account.size([chosen.counts[site.name] for site in plan.sites]) <= limit
     return model if budget.dtype is None else model.to(budget.dtype)

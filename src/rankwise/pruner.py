@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.adapters import families
-from rankwise.adapters.generic import check_plan, find_plan, split_pairs
-from rankwise.adapters.readers import answer
+from rankwise.adapters.plans import check_plan, find_plan, split_pairs
 from rankwise.core import factorize
 from rankwise.core.budget import Account, Budget, CostCurve, SizeReport, Storage, count
 from rankwise.core.calibrate import second_moments
@@ -29,10 +28,12 @@ from rankwise.core.ranks import Ranks
 from rankwise.core.stale import Replaced
 from rankwise.core.surgery import Outline, install
 from rankwise.core.targets import Target, find_target
+from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
 from rankwise.methods.representations import Factorized
+from rankwise.split import all_split, split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,6 +57,9 @@ class Pruner:
             with the variance of the matrix. A low-rank pair that the model holds is gated as it stands with "random",
             or where the method says so (`refactor=False`).
         calibration: with init="whitened", batches of input for `model`.
+        example: a batch of input for `model` (a tensor, a tuple of arguments or a mapping of keyword arguments), on
+            which the model's code is checked to do with gated and compact layers what it does with stock ones. By
+            default the first batch of `calibration`, or what the model is first called with.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the compact model will run, "cuda", "cpu" or "size" (`rankwise.core.targets`); by default the
             device that `model` is on.
@@ -76,6 +80,7 @@ class Pruner:
         init: Init = "svd",
         *,
         calibration: Iterable[Any] | None = None,
+        example: Any = None,
         rank_multiple: int | None = None,
         target: str | Target | None = None,
         seed: int = 0,
@@ -89,17 +94,23 @@ class Pruner:
         self.rank_multiple = rank_multiple
         self.target = find_target(target, model)
         self.method = _method(method, self.target, settings)
+        trained = init != "random"
         self.plan = planned(model, plan, self.method)
         check_weights(model, self.plan)
-        trained = init != "random"
-
         account = account_of(model, self.plan, self.method, self.target, rank_multiple, trained=trained)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes:
             _warn_of_what_stays(model, self.plan, account, budget, self.limit)
         self.account = self.method.allot(account, self.limit)
-        factorizer = _factorizer(init, model, self.plan, calibration, seed)
         self._replaced = Replaced(model)
+        self._batch = Batch(example)
+        undo = split(model, [use.name for site in self.plan.sites for use in site.uses])
+        try:
+            batches = None if calibration is None else self._batch.first_of(calibration)
+            factorizer = _factorizer(init, model, self.plan, batches, seed)
+        except BaseException:
+            undo()
+            raise
         matrices = []
         # one site at a time, its dense weight freed before the next: a large model need not fit twice
         for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
@@ -121,6 +132,8 @@ class Pruner:
         self._outline = Outline(model)
         self._is_checked = False
         families.changed(model)
+        verify_layers(model, self._batch)
+        self._batch.note(model)
 
     def __repr__(self) -> str:
         controller, removed = self.controller, 1 - self.limit / self.account.dense
@@ -189,9 +202,10 @@ class Pruner:
         self._warn_if_early(limit)
         dtype = (budget or self.budget).dtype
         self._settle_layouts(limit, dtype)
+        self._batch.stop()
         small = compact(self.model, self.controller, limit)
-        answer(small)
         families.changed(small)
+        verify_layers(small, self._batch)
         size = self.account.dense if self.method.counts_nonzeros else self.account.size(self.controller.counts(limit))
         assert count(small) == size
         return small if dtype is None else small.to(dtype)
@@ -204,8 +218,13 @@ class Pruner:
         matrices = self.controller.matrices
         self._outline.check_gates(self.model, matrices, "pruner.step()")
         self._is_checked = True
+        is_wrapped = any(is_wrapper(each) for each in self.model.modules())
+        if self.controller.ranks.size == 1 and not is_wrapped:
+            verify_layers(self.model, self._batch)
+        if self._batch.is_known:
+            self._batch.stop()
         # a layer that only training needs may be taken away again; shards have sizes of their own
-        if count(self.model) > self._outline.size and not any(is_wrapper(each) for each in self.model.modules()):
+        if count(self.model) > self._outline.size and not is_wrapped:
             warnings.warn(self._outline.message(self.model, matrices, "compact()"), stacklevel=3)
 
     def _warn_if_early(self, limit: int) -> None:
@@ -308,7 +327,8 @@ def planned(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
         check_plan(model, plan)
     if method.splits_pairs:
         plan = split_pairs(plan)
-    reasons = {site: reason for site in plan.sites if (reason := method.refuses(site) or refusal(model, site))}
+    with all_split(model):
+        reasons = {site: reason for site in plan.sites if (reason := method.refuses(site) or refusal(model, site))}
     kept = [site for site in plan.sites if site not in reasons]
     refused = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
     taken = plan.only(kept, refused)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from neighbour_of_{stem} import WORDS
+from rankwise.modules import LowRankLinear
 
 @dataclass
 class Settings:
@@ -34,7 +35,7 @@ class Model(nn.Module):
         width = Settings().width
         self.words = nn.Embedding(WORDS, width)
         self.fc = nn.Linear(width, width)
-        self.pair = nn.Sequential(nn.Linear(width, 4, bias=False), nn.Linear(4, width))
+        self.pair = LowRankLinear(nn.Linear(width, 4, bias=False), nn.Linear(4, width))
         self.conv = nn.Conv1d(3, 3, 3)
         self.head = nn.Linear(width, WORDS)
         self.head.weight = self.words.weight

@@ -105,7 +105,7 @@ def _fast_enough(
     model: nn.Module, budget: Budget, include: list[str] | None, exclude: list[str]
 ) -> tuple[Budget, list[str]]:
     """The size that meets a time, and what is left out besides."""
-    from rankwise.adapters.generic import find_plan
+    from rankwise.adapters.plans import find_plan
     from rankwise.deploy.inputs import example_inputs
     from rankwise.deploy.latency import SLOWER, meet_latency
 
@@ -152,7 +152,7 @@ def look_ahead(
     notes: list[str],
 ) -> Outlook:
     """Plan the model and choose uniform ranks within the budget; changes nothing."""
-    from rankwise.adapters.generic import find_plan
+    from rankwise.adapters.plans import find_plan
     from rankwise.core.choice import uniform_counts
     from rankwise.methods.gatings import MagnitudeGates, UniformRanks
     from rankwise.methods.representations import InputFeatures, SingleWeights
@@ -201,15 +201,18 @@ def look_ahead(
 
 def _fixed(model: nn.Module, plan: Plan, dense: int) -> str:
     """What cannot be pruned: the layers that were left out, largest first and tied weights once, and the rest."""
+    from rankwise.split import all_split
+
     fixed = dense - plan.params
     parts: dict[str, int] = {}
     seen: set[int] = set()
-    for item in sorted(plan.left_out, key=lambda item: -item.params):
-        own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in seen}
-        seen |= own.keys()
-        if own:
-            name = item.name or "(model)"
-            parts[name if len(parts) < SHOWN else "other layers"] = sum(own.values()) + parts.get("other layers", 0)
+    with all_split(model):
+        for item in sorted(plan.left_out, key=lambda item: -item.params):
+            own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in seen}
+            seen |= own.keys()
+            if own:
+                name = item.name or "(model)"
+                parts[name if len(parts) < SHOWN else "other layers"] = sum(own.values()) + parts.get("other layers", 0)
     if rest := fixed - sum(parts.values()):
         parts["biases, norms and the like"] = rest
     said = ", ".join(f"{name} {params:,} ({params / dense:.1%})" for name, params in parts.items())

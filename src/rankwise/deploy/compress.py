@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Account, Budget, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.core.targets import find_target

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
@@ -22,6 +22,7 @@ from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, account_of
+from rankwise.split import all_split
 
 ROUNDS = 7
 """Models that are built and timed: each halves what is not known of the size."""
@@ -95,7 +96,8 @@ class _Search:
         self.rank_multiple, self.repeats = rank_multiple, repeats
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.rows = _rows(model, plan, inputs)
+        with all_split(model):
+            self.rows = _rows(model, plan, inputs)
         self.known: dict[tuple[int, int, int, int], bool] = {}
 
     def smallest(self) -> int:

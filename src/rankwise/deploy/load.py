@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.deploy.architectures import build, from_description
@@ -36,6 +35,7 @@ from rankwise.deploy.structure import (
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_file, check_seal, verifies
 from rankwise.modules import embedding, joined
+from rankwise.split import split
 
 FEW = 5
 """Misfits that an error names."""
@@ -90,11 +90,17 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     if skeleton is None:
         with torch.device("meta"):
             skeleton = build(_dense_config(path, saved))
-    instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
-    slots = _slots(saved, skeleton, instead)
-    _check_files(path, saved)
-    values = _read_tensors(path, saved)
-    _check_masks(path, saved, values)
+    # attention and recurrent modules whose layers were pruned
+    undo = split(skeleton, saved.layers)
+    try:
+        instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
+        slots = _slots(saved, skeleton, instead)
+        _check_files(path, saved)
+        values = _read_tensors(path, saved)
+        _check_masks(path, saved, values)
+    except BaseException:
+        undo()
+        raise
     return _filled(saved, skeleton, slots, instead, values)
 
 
@@ -134,7 +140,6 @@ def _filled(
     for module in list({id(module): module for _, module in walk(skeleton)}.values()):
         if id(module) in instead:
             become(module, instead[id(module)])
-    answer(skeleton)
     families.changed(skeleton)
     return skeleton
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankwise.adapters.targets import target_plan as find_plan
+    from rankwise.adapters.plans import peft_plan as find_plan
     from rankwise.hf.callback import PruningCallback as PruningCallback
     from rankwise.hf.distill import Distillation as Distillation
     from rankwise.hf.distill import distillation_loss as distillation_loss
@@ -16,7 +16,7 @@ _HOMES = {
     "Distillation": ("rankwise.hf.distill", "Distillation"),
     "distillation_loss": ("rankwise.hf.distill", "distillation_loss"),
     "PruningCallback": ("rankwise.hf.callback", "PruningCallback"),
-    "find_plan": ("rankwise.adapters.targets", "target_plan"),
+    "find_plan": ("rankwise.adapters.plans", "peft_plan"),
     "save_pretrained": ("rankwise.hf.pretrained", "save_pretrained"),
 }
 

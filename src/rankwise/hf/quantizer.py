@@ -15,7 +15,6 @@ from safetensors import safe_open
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.adapters.readers import answer
 from rankwise.core.surgery import become
 from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
@@ -100,7 +99,6 @@ class RankwiseQuantizer(HfQuantizer):
             _check_layer(model, name)
         for name, source in self.copied.items():
             model.get_buffer(name).copy_(model.get_buffer(source))
-        answer(model)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         for module in model.modules():
             if hasattr(module, "config"):
@@ -164,7 +162,7 @@ def _check_layer(model: PreTrainedModel, name: str) -> None:
         if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
             raise CheckpointError(f"The folder must hold {name}.{key}, but does not. Save the model again.")
     if isinstance(module, SelectedLinear):
-        kept, columns = int(module.kept.sum()), module.weight.shape[1]
+        kept, columns = int(module.kept.sum()), module.columns.shape[1]
         if kept != columns:
             raise CheckpointError(f"{name} must keep {columns} inputs, but keeps {kept}. Save the model again.")
     for part in module.modules():

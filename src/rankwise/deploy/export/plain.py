@@ -13,7 +13,10 @@ from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
 from rankwise.core.surgery import become
 from rankwise.errors import CheckpointError
-from rankwise.modules import SIZES, LowRankHead, PivotLinear, SelectedLinear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+
+SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
+"""What layers of PyTorch tell of themselves, and those in their place do too."""
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -51,7 +54,7 @@ def _check(model: nn.Module) -> None:
 def _instead(module: nn.Module) -> nn.Module | None:
     """The module to take the place of one that engines cannot run, or run badly."""
     if isinstance(module, SelectedLinear):
-        return _without_inputs(module.weight, module.bias) or IndexedLinear(module)
+        return _without_inputs(module.columns, module.bias) or IndexedLinear(module)
     if isinstance(module, LowRankHead):
         other = PivotHead(module) if isinstance(module.projection, PivotLinear) else None
         return _without_inputs(module.embedding.weight, module.bias) or other
@@ -96,7 +99,7 @@ class IndexedLinear(nn.Module):
 
     def __init__(self, layer: SelectedLinear) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias = layer.columns, layer.bias
         self.register_buffer("index_K", layer.kept.nonzero().flatten())
 
     def forward(self, x_BI: Tensor) -> Tensor:

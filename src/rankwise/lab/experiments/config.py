@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget
 from rankwise.core.plan import Plan
 from rankwise.errors import RankwiseError, nearest

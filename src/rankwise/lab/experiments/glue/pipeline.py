@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.targets import target_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import Plan
@@ -311,8 +311,11 @@ def _gate(stage: Stage, experiment: GlueExperiment, model: nn.Module) -> Pruner:
 
 def _plan(experiment: GlueExperiment, model: nn.Module) -> Plan:
     """The encoder's matrices. The head stays whole: it is small, and without a component of it there is no answer."""
-    heads = [name for name, _ in model.named_children() if name != getattr(model, "base_model_prefix", "")]
-    return target_plan(model, exclude_modules=experiment.exclude or None, modules_to_save=heads or None)
+    base = getattr(model, "base_model_prefix", "")
+    heads = [
+        name for name, part in model.named_children() if name != base and next(part.parameters(), None) is not None
+    ]
+    return find_plan(model, exclude=[*experiment.exclude, *heads])
 
 
 def _method(experiment: GlueExperiment, steps: int) -> Method:

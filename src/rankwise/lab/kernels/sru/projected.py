@@ -17,7 +17,7 @@ from rankwise.kernels import native
 from rankwise.kernels.device import infers_on_cpu
 from rankwise.kernels.int8 import cpu as rows
 from rankwise.kernels.int8.layer import Int8Linear
-from rankwise.modules import PivotLinear, is_observed, linear
+from rankwise.modules import PivotLinear, is_observed, linear, runs_in_order
 
 MANY = 96
 """Rows that are worth laying out a weight for."""
@@ -31,8 +31,8 @@ def take_last(projection: nn.Module, x_TBN: Tensor) -> tuple[list[nn.Module], nn
         return None
     before: list[nn.Module] = []
     last = projection
-    while type(last) is nn.Sequential and len(last) > 0 and not is_observed(last):
-        *others, last = last
+    while runs_in_order(last) and last._modules and not is_observed(last):
+        *others, last = last.children()
         before += others
     if isinstance(last, PivotLinear) and not is_observed(last):
         last = linear(nn.Parameter(last.weight, requires_grad=False), last.bias)

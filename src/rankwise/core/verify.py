@@ -1,0 +1,204 @@
+"""A check that pruned layers do in a model what stock layers of the same weights would do.
+
+Layers answer for themselves, but code of a model may ask for their exact type, or call parts of them. So the model is
+run on a batch twice: as it is, and with stock layers of the same weights in the place of gated and low-rank ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rankwise.core.layers import GatedEmbedding, GatedLayer
+from rankwise.core.plan import listed
+from rankwise.errors import RankwiseError
+from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, SelectedLinear, embedding, has_own_forward
+
+TOLERANCE = {4: 1e-3, 8: 1e-8}
+"""How far outputs may differ by rounding, as a share of the largest of them, by the bytes of a number."""
+HALF = 0.1
+"""The same in half precision."""
+FORMS = (GatedLayer, LowRankLinear, LowRankEmbedding, LowRankHead, SelectedLinear)
+
+
+class Batch:
+    """What a model is called with: given by the user, or noted at the model's first call."""
+
+    def __init__(self, given: Any = None) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.is_known = given is not None
+        self._handle: RemovableHandle | None = None
+        if isinstance(given, Mapping):
+            self.kwargs = dict(given)
+        elif given is not None:
+            self.args = tuple(given) if isinstance(given, tuple | list) else (given,)
+
+    def first_of(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """`batches`, of which the first is taken if nothing is known yet."""
+        for batch in batches:
+            if not self.is_known:
+                self.__init__(batch)  # type: ignore[misc]
+            yield batch
+
+    def note(self, model: nn.Module) -> None:
+        """Note what `model` is called with next, if nothing is known yet."""
+        if not self.is_known:
+            self._handle = model.register_forward_pre_hook(_Note(self), with_kwargs=True)
+
+    def stop(self) -> None:
+        """Take the hook away again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class _Note:
+    """A hook that notes one call. Copied or saved with a model, it does nothing."""
+
+    def __init__(self, batch: Batch | None = None) -> None:
+        self.batch = batch
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = self.batch
+        if batch is not None and not batch.is_known and not torch.compiler.is_compiling():
+            batch.args, batch.kwargs, batch.is_known = args, kwargs, True
+
+    def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
+        return _Note, ()
+
+
+def verify_layers(model: nn.Module, batch: Batch) -> None:
+    """Refuse a model whose code does with its gated or low-rank layers what it would not do with stock layers."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FORMS)}
+    layers = {name: module for name, module in layers.items() if not _is_inside(name, layers)}
+    if not batch.is_known or not layers:
+        return
+    with _undisturbed(model):
+        found = _outputs(model, batch)
+        with _stock(layers.values()):
+            expected = _outputs(model, batch)
+        # a model that cannot be called like this says nothing
+        if isinstance(expected, Exception) or _are_close(found, expected):
+            return
+        wrong = []
+        for name, layer in layers.items():
+            with _stock([layer]):
+                if not _are_close(found, _outputs(model, batch)):
+                    wrong.append(name)
+    raise RankwiseError(
+        f"The model must compute with these layers what it computes with stock layers of the same weights, but does "
+        f"not: {listed(wrong or list(layers))}. Its code may ask for their type, or take them apart. Leave them out: "
+        "pass `plan=rankwise.find_plan(model, exclude=[...])`."
+    ) from (found if isinstance(found, Exception) else None)
+
+
+def _is_inside(name: str, wholes: Mapping[str, nn.Module]) -> bool:
+    parts = name.split(".")
+    return bool(name) and any(".".join(parts[:i]) in wholes for i in range(len(parts)))
+
+
+def _stock_layer(layer: nn.Module) -> nn.Module:
+    """A stock layer of the same weight, which is multiplied out when it is used."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    bias = getattr(layer, "bias", None)
+    table = layer[0] if isinstance(layer, LowRankEmbedding) else getattr(layer, "scaling", None)
+    if isinstance(layer, GatedEmbedding | LowRankEmbedding):
+        like = table if isinstance(table, nn.Embedding) and has_own_forward(table) else None
+        rows = nn.Parameter(torch.empty(0, 1, dtype=weight.dtype, device=weight.device), requires_grad=False)
+        made: nn.Module = embedding(rows, None, like)
+        made.padding_idx, made.num_embeddings = layer.padding_idx, layer.num_embeddings  # type: ignore[assignment]
+        made.embedding_dim = layer.embedding_dim  # type: ignore[assignment]
+    else:
+        with torch.device("meta"):
+            made = nn.Linear(1, 1, bias=False)
+        made.bias = bias  # type: ignore[assignment]
+        made.in_features, made.out_features = layer.in_features, layer.out_features  # type: ignore[assignment]
+    del made._parameters["weight"]
+    vars(made)["weight"] = weight
+    return made.train(layer.training)
+
+
+@contextmanager
+def _stock(layers: Any) -> Iterator[None]:
+    """Stock layers in the place of `layers` for as long as this lasts."""
+    before = [(layer, type(layer), vars(layer)) for layer in layers]
+    try:
+        for layer, _, state in before:
+            made = _stock_layer(layer)
+            hooks = {name: value for name, value in state.items() if "_hook" in name}
+            layer.__class__, layer.__dict__ = type(made), {**vars(made), **hooks}
+        yield
+    finally:
+        for layer, kind, state in before:
+            layer.__class__, layer.__dict__ = kind, state
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes and all that modules keep are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        # for padding, torch's fast path gives zeros, and its other path does not
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes:
+            module.training = training
+
+
+def _outputs(model: nn.Module, batch: Batch) -> list[Tensor] | Exception:
+    """What the model gives for the batch; what it keeps and the state of random numbers are put back."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    buffers = {id(b): (b, b.detach().clone()) for _, _, own in kept for b in own.values() if b is not None}
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            return [tensor.clone() for tensor in _tensors(model(*batch.args, **batch.kwargs))]
+    # the code of a stranger may raise anything
+    except Exception as error:
+        return error
+    finally:
+        for buffer, value in buffers.values():
+            if not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)
+        for module, state, own in kept:
+            module.__dict__ = state
+            module.__dict__["_buffers"] = own
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+def _are_close(found: Sequence[Tensor] | Exception, expected: Sequence[Tensor] | Exception) -> bool:
+    if isinstance(found, Exception) or isinstance(expected, Exception):
+        return isinstance(found, Exception) and isinstance(expected, Exception)
+    if len(found) != len(expected):
+        return False
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape:
+            return False
+        one, other = one.double(), other.double()
+        share = TOLERANCE.get(found[0].element_size(), HALF)
+        known = one.isfinite() & other.isfinite()
+        if known.any() and (one - other)[known].abs().max() > share * other[known].abs().max():
+            return False
+    return True
