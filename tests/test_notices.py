@@ -305,7 +305,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, layers: int = 1, width: int = 16) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.LSTM(8, 8) for _ in range(layers))
+        self.inner = nn.ModuleList(nn.LSTM(8, 8, proj_size=4) for _ in range(layers))
         self.outer = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ def share_of(model: Recurrent) -> float:
 def test_layers_left_out_are_told_with_their_share(layers: int, names: str) -> None:
     model = Recurrent(layers)
     said = (
-        rf"leaves out {share_of(model):.1%} of the parameters: {names} \(LSTM is not a linear layer or an embedding\)"
+        rf"leaves out {share_of(model):.1%} of the parameters: {names} \(its state is projected \(`proj_size`\)\)"
     )
     with pytest.warns(UserWarning, match=said) as told:
         rw.Pruner(model, rw.Budget(removed=0.01), "fac")
@@ -369,7 +369,7 @@ def test_a_budget_that_leaves_next_to_nothing_is_told() -> None:
 def test_a_budget_out_of_reach_names_what_is_left_out(planned: bool) -> None:
     model = Recurrent()
     said = (
-        rf"The budget must be at least .* Left out are {share_of(model):.1%} of the parameters: inner.0 \(LSTM is not"
+        rf"The budget must be at least .* Left out are {share_of(model):.1%} of the parameters: inner.0 \(its state is projected"
     )
     plan = rw.find_plan(model) if planned else None
     with pytest.raises(rw.BudgetError, match=said):
