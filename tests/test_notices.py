@@ -319,9 +319,7 @@ def share_of(model: Recurrent) -> float:
 @pytest.mark.parametrize("layers, names", [(1, "inner.0"), (6, "inner.0, inner.1, inner.2 and 3 more")])
 def test_layers_left_out_are_told_with_their_share(layers: int, names: str) -> None:
     model = Recurrent(layers)
-    said = (
-        rf"leaves out {share_of(model):.1%} of the parameters: {names} \(its state is projected \(`proj_size`\)\)"
-    )
+    said = rf"leaves out {share_of(model):.1%} of the parameters: {names} \(its state is projected \(`proj_size`\)\)"
     with pytest.warns(UserWarning, match=said) as told:
         rw.Pruner(model, rw.Budget(removed=0.01), "fac")
     assert len(told) == 1 and told[0].filename == __file__
@@ -368,9 +366,7 @@ def test_a_budget_that_leaves_next_to_nothing_is_told() -> None:
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_budget_out_of_reach_names_what_is_left_out(planned: bool) -> None:
     model = Recurrent()
-    said = (
-        rf"The budget must be at least .* Left out are {share_of(model):.1%} of the parameters: inner.0 \(its state is projected"
-    )
+    said = rf"The budget must be at least .* Left out are {share_of(model):.1%} of the parameters: inner.0 \(its state"
     plan = rw.find_plan(model) if planned else None
     with pytest.raises(rw.BudgetError, match=said):
         rw.Pruner(model, rw.Budget(removed=0.9), "fac", plan)

@@ -26,7 +26,6 @@ from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.memory import drop_pages, trim
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
-from rankwise.core.surgery import become
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
@@ -34,6 +33,7 @@ from rankwise.methods.base import factorized
 from rankwise.methods.svd import Svd
 from rankwise.pruner import account_of, check_arguments, planned
 from rankwise.split import split
+from rankwise.swap import become
 
 Progress = Callable[[str, int, int], None]
 SHARE = 0.08

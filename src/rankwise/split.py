@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from rankwise.modules import LowRankLinear, is_observed, is_traced, lazy_weight, linear
+from rankwise.lazy import is_traced, lazy_weight
+from rankwise.modules import LowRankLinear, is_observed, linear
+from rankwise.swap import become
 
 STEP_COST = {"cpu": 1e6, "cuda": 1e9}
 """Multiplications that take as long as the calls of one recurrent step in Python, by device."""
@@ -321,11 +323,6 @@ def split(model: nn.Module, names: Collection[str], *, share: bool = False) -> C
     Args:
         share: parts of packed weights are views of them, which take no memory.
     """
-    before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
-
-    def undo() -> None:
-        for module, kind, state in before:
-            module.__class__, module.__dict__ = kind, state
 
     def part(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
         taken = parameter.detach()[rows]
@@ -335,14 +332,15 @@ def split(model: nn.Module, names: Collection[str], *, share: bool = False) -> C
         vars(made).update(vars(parameter))
         return made
 
+    steps: list[Callable[[], None]] = []
     for name, module in splittable(model).items():
         if any(each.startswith(f"{name}." if name else "") for each in names):
-            made = SPLIT[type(module)](module, part)
-            made.train(module.training)
-            before.append((module, type(module), vars(module)))
-            hooks = {key: value for key, value in vars(module).items() if "_hook" in key}
-            module.__class__ = type(made)
-            module.__dict__ = {**vars(made), **hooks}
+            steps.append(become(module, SPLIT[type(module)](module, part)))
+
+    def undo() -> None:
+        for step in steps:
+            step()
+
     return undo
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
-from rankwise.modules import Pair, lazy_weight
+from rankwise.lazy import lazy_weight
+from rankwise.modules import Pair
 
 
 class GatedLayer(nn.Module, ABC):

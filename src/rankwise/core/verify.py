@@ -19,6 +19,7 @@ from rankwise.core.layers import GatedEmbedding, GatedLayer
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, SelectedLinear, embedding, has_own_forward
+from rankwise.swap import swapped
 
 TOLERANCE = {4: 1e-3, 8: 1e-8}
 """How far outputs may differ by rounding, as a share of the largest of them, by the bytes of a number."""
@@ -33,18 +34,24 @@ class Batch:
     def __init__(self, given: Any = None) -> None:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
-        self.is_known = given is not None
+        self.is_known = False
         self._handle: RemovableHandle | None = None
+        if given is not None:
+            self.take(given)
+
+    def take(self, given: Any) -> None:
+        """A tensor, a tuple of positional arguments or a mapping of keyword arguments."""
+        self.is_known = True
         if isinstance(given, Mapping):
             self.kwargs = dict(given)
-        elif given is not None:
+        else:
             self.args = tuple(given) if isinstance(given, tuple | list) else (given,)
 
     def first_of(self, batches: Iterable[Any]) -> Iterator[Any]:
         """`batches`, of which the first is taken if nothing is known yet."""
         for batch in batches:
             if not self.is_known:
-                self.__init__(batch)  # type: ignore[misc]
+                self.take(batch)
             yield batch
 
     def note(self, model: nn.Module) -> None:
@@ -82,14 +89,14 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
         return
     with _undisturbed(model):
         found = _outputs(model, batch)
-        with _stock(layers.values()):
+        with swapped([(layer, _stock_layer(layer)) for layer in layers.values()]):
             expected = _outputs(model, batch)
         # a model that cannot be called like this says nothing
         if isinstance(expected, Exception) or _are_close(found, expected):
             return
         wrong = []
         for name, layer in layers.items():
-            with _stock([layer]):
+            with swapped([(layer, _stock_layer(layer))]):
                 if not _are_close(found, _outputs(model, batch)):
                     wrong.append(name)
     raise RankwiseError(
@@ -122,22 +129,7 @@ def _stock_layer(layer: nn.Module) -> nn.Module:
         made.in_features, made.out_features = layer.in_features, layer.out_features  # type: ignore[assignment]
     del made._parameters["weight"]
     vars(made)["weight"] = weight
-    return made.train(layer.training)
-
-
-@contextmanager
-def _stock(layers: Any) -> Iterator[None]:
-    """Stock layers in the place of `layers` for as long as this lasts."""
-    before = [(layer, type(layer), vars(layer)) for layer in layers]
-    try:
-        for layer, _, state in before:
-            made = _stock_layer(layer)
-            hooks = {name: value for name, value in state.items() if "_hook" in name}
-            layer.__class__, layer.__dict__ = type(made), {**vars(made), **hooks}
-        yield
-    finally:
-        for layer, kind, state in before:
-            layer.__class__, layer.__dict__ = kind, state
+    return made
 
 
 @contextmanager

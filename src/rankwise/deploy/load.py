@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.core.layers import GatedLayer
-from rankwise.core.surgery import become
 from rankwise.deploy.architectures import build, from_description
 from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, VERSION, WEIGHTS, dtype_name
 from rankwise.deploy.structure import (
@@ -36,6 +35,7 @@ from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_file, check_seal, verifies
 from rankwise.modules import embedding, joined
 from rankwise.split import split
+from rankwise.swap import become
 
 FEW = 5
 """Misfits that an error names."""

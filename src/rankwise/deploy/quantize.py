@@ -17,7 +17,8 @@ from rankwise.core.copies import copied
 from rankwise.core.gates import State
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8.layer import Int8Linear, can_multiply_bytes
-from rankwise.modules import LowRankHead, lazy_weight
+from rankwise.lazy import lazy_weight
+from rankwise.modules import LowRankHead
 
 
 class BFloat16Linear(State):

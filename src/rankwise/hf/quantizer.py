@@ -15,7 +15,6 @@ from safetensors import safe_open
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.core.surgery import become
 from rankwise.deploy.load import is_order, replacements
 from rankwise.errors import CheckpointError
 from rankwise.files import check_file
@@ -23,6 +22,7 @@ from rankwise.hf.layout import AGAIN, METHOD, Layout, is_foreign
 from rankwise.hf.manners import adopt
 from rankwise.hf.mismatch import IGNORED, settle
 from rankwise.modules import PivotLinear, SelectedLinear
+from rankwise.swap import become
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import nn
 
-from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
 from rankwise.hf.layout import is_gated
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, linear
+from rankwise.swap import become
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
-from rankwise.core.surgery import become
 from rankwise.errors import CheckpointError
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+from rankwise.swap import become
 
 SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
 """What layers of PyTorch tell of themselves, and those in their place do too."""

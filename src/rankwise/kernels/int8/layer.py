@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.kernels.int8 import SHIFT, round_rows, scale_rows_, scales
-from rankwise.modules import lazy_weight
+from rankwise.lazy import lazy_weight
 
 
 class Int8Linear(nn.Module):
