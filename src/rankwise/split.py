@@ -26,6 +26,10 @@ STEP_COST = {"cpu": 1e6, "cuda": 1e9}
 """Multiplications that take as long as the calls of one recurrent step in Python, by device."""
 
 
+LISTS = ("_flat_weights", "_flat_weight_refs")
+"""Where a stock recurrent module notes its weights."""
+
+
 def _settings(module: nn.Module) -> dict[str, Any]:
     """What a module holds besides parameters, buffers, children and hooks."""
     return {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
@@ -132,7 +136,7 @@ class _SplitRecurrent(nn.RNNBase):
 
     def __init__(self, module: nn.RNNBase, part: Callable[[nn.Parameter, slice], nn.Parameter]) -> None:
         nn.Module.__init__(self)
-        vars(self).update({name: value for name, value in _settings(module).items() if name != "_flat_weights"})
+        vars(self).update({name: value for name, value in _settings(module).items() if name not in LISTS})
         for place in self._places():
             bias = getattr(module, f"bias_{place}") if self.bias else None
             setattr(self, place, linear(getattr(module, f"weight_{place}"), bias))
@@ -146,6 +150,9 @@ class _SplitRecurrent(nn.RNNBase):
         if kind in ("weight", "bias") and place in self._modules:
             return getattr(self._modules[place], kind)
         return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_flat_weight_refs"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from rankwise.core.layers import GatedEmbedding, GatedLayer
@@ -75,7 +76,9 @@ class _Note:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = self.batch
         if batch is not None and not batch.is_known and not torch.compiler.is_compiling():
-            batch.args, batch.kwargs, batch.is_known = args, kwargs, True
+            # without what a recurrent state was computed from
+            batch.args, batch.kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            batch.is_known = True
 
     def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
         return _Note, ()
@@ -85,7 +88,8 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose code does with its gated or low-rank layers what it would not do with stock layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FORMS)}
     layers = {name: module for name, module in layers.items() if not _is_inside(name, layers)}
-    if not batch.is_known or not layers:
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if not batch.is_known or not layers or is_captured:
         return
     with _undisturbed(model):
         found = _outputs(model, batch)

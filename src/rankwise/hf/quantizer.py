@@ -22,6 +22,7 @@ from rankwise.hf.layout import AGAIN, METHOD, Layout, is_foreign
 from rankwise.hf.manners import adopt
 from rankwise.hf.mismatch import IGNORED, settle
 from rankwise.modules import PivotLinear, SelectedLinear
+from rankwise.split import split
 from rankwise.swap import become
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class RankwiseQuantizer(HfQuantizer):
     ) -> None:
         if checkpoint_files and self.layout.files is not None:
             _check_weights([Path(path) for path in checkpoint_files], self.layout.files)
+        split(model, self.layout.layers)
         self.layout = layout = self.layout.fitted(model).sized(model, ignore=IGNORED.get())
         if checkpoint_files:
             held = _tensors_in(checkpoint_files)
