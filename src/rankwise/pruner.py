@@ -21,7 +21,7 @@ from rankwise.core.budget import Account, Budget, CostCurve, SizeReport, Storage
 from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
-from rankwise.core.matrices import FactorizedMatrix
+from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.memory import trim
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, left_out, refusal, source
 from rankwise.core.ranks import Ranks
@@ -104,22 +104,7 @@ class Pruner:
         self.account = self.method.allot(account, self.limit)
         self._replaced = Replaced(model)
         self._batch = Batch(example)
-        undo = split(model, [use.name for site in self.plan.sites for use in site.uses])
-        try:
-            batches = None if calibration is None else self._batch.first_of(calibration)
-            factorizer = _factorizer(init, model, self.plan, batches, seed)
-        except BaseException:
-            undo()
-            raise
-        matrices = []
-        # one site at a time, its dense weight freed before the next: a large model need not fit twice
-        for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
-            found = source(model, site)
-            gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
-            matrices.append(self.method.represent(site, found, gate, curve, factorizer))
-            install(model, site, matrices[-1])
-            del found
-            trim()
+        matrices = self._gate(init, calibration, seed)
         self.controller: Controller = self.method.controller(matrices, self.account, self.limit, seed=seed)
         self.controller.ranks = ranks
         self.controller.modules_of_model = model.modules
@@ -134,6 +119,29 @@ class Pruner:
         families.changed(model)
         verify_layers(model, self._batch)
         self._batch.note(model)
+
+    def _gate(self, init: Init, calibration: Iterable[Any] | None, seed: int) -> list[GatedMatrix]:
+        """Let every planned layer go through a gated matrix; a model on which calibration fails stays as it was."""
+        model = self.model
+        undo = split(model, [use.name for site in self.plan.sites for use in site.uses])
+        try:
+            batches = None if calibration is None else self._batch.first_of(calibration)
+            factorizer = _factorizer(init, model, self.plan, batches, seed)
+        except BaseException:
+            undo()
+            raise
+        # it holds the weights as they were
+        del undo
+        matrices: list[GatedMatrix] = []
+        # one site at a time, its dense weight freed before the next: a large model need not fit twice
+        for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
+            found = source(model, site)
+            gate = self.method.gate(curve.num_components).to(found.tensors[0].device)
+            matrices.append(self.method.represent(site, found, gate, curve, factorizer))
+            install(model, site, matrices[-1])
+            del found
+            trim()
+        return matrices
 
     def __repr__(self) -> str:
         controller, removed = self.controller, 1 - self.limit / self.account.dense

@@ -9,6 +9,7 @@ Shapes: B = batch, T = steps, S = steps of the keys, I = inputs, E = width, H = 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -173,7 +174,7 @@ class _SplitRecurrent(nn.RNNBase):
     def forward(self, input: Any, hx: Any = None) -> Any:
         """As of the stock module."""
         if isinstance(input, PackedSequence) or not self._calls_layers(input):
-            return super().forward(input, hx)
+            return self._fused(input, hx)
         is_batched = input.dim() == 3
         x_TBI = input.unsqueeze(1) if not is_batched else input.transpose(0, 1) if self.batch_first else input
         states: Sequence[Tensor] | None = None
@@ -186,6 +187,16 @@ class _SplitRecurrent(nn.RNNBase):
         elif self.batch_first:
             y_TBH = y_TBH.transpose(0, 1)
         return y_TBH, tuple(states) if len(states) > 1 else states[0]
+
+    def _fused(self, input: Any, hx: Any) -> Any:
+        """By torch's kernel."""
+        data = input.data if isinstance(input, PackedSequence) else input
+        if not data.is_cuda or is_traced():
+            return super().forward(input, hx)
+        with warnings.catch_warnings():
+            # cuDNN copies weights into one piece, and advises what does not help here
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+            return super().forward(input, hx)
 
     def _calls_layers(self, input: Tensor) -> bool:
         if is_traced():

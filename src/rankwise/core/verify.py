@@ -88,7 +88,10 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose code does with its gated or low-rank layers what it would not do with stock layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FORMS)}
     layers = {name: module for name, module in layers.items() if not _is_inside(name, layers)}
-    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_captured = (
+        torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        and torch.cuda.is_current_stream_capturing()
+    )
     if not batch.is_known or not layers or is_captured:
         return
     with _undisturbed(model):
@@ -105,8 +108,8 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
                     wrong.append(name)
     raise RankwiseError(
         f"The model must compute with these layers what it computes with stock layers of the same weights, but does "
-        f"not: {listed(wrong or list(layers))}. Its code may ask for their type, or take them apart. Leave them out: "
-        "pass `plan=rankwise.find_plan(model, exclude=[...])`."
+        f"not: {listed(wrong or list(layers))}. Its code may ask for their type, or take them apart. Build it "
+        "again and leave them out: `plan=rankwise.find_plan(model, exclude=[...])`."
     ) from (found if isinstance(found, Exception) else None)
 
 
