@@ -16,9 +16,7 @@ from torch import nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import check_plan, find_plan, split_pairs
-from rankwise.core import factorize
 from rankwise.core.budget import Account, Budget, CostCurve, SizeReport, Storage, count
-from rankwise.core.calibrate import second_moments
 from rankwise.core.compact import compact
 from rankwise.core.control import Controller
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
@@ -31,14 +29,14 @@ from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import PlanError, RankwiseError
 from rankwise.methods import make_method
-from rankwise.methods.base import Factorizer, Method, dense_weight, factorized
+from rankwise.methods.base import Init as Init
+from rankwise.methods.base import Method, make_factorizer
 from rankwise.methods.representations import Factorized
 from rankwise.split import all_split, split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Init = Literal["svd", "whitened", "random"]
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Where those modules are from that keep books of a model's parameters."""
 LEFT_OUT, NEARLY_ALL = 0.05, 0.95
@@ -126,7 +124,7 @@ class Pruner:
         undo = split(model, [use.name for site in self.plan.sites for use in site.uses])
         try:
             batches = None if calibration is None else self._batch.first_of(calibration)
-            factorizer = _factorizer(init, model, self.plan, batches, seed)
+            factorizer = make_factorizer(init, model, self.plan, batches, seed)
         except BaseException:
             undo()
             raise
@@ -355,17 +353,6 @@ def _method(method: str | Method, target: Target, settings: dict[str, Any]) -> M
     if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
         made = make_method(method, **settings, layout=target.layout)
     return made
-
-
-def _factorizer(init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int) -> Factorizer:
-    """How a matrix becomes factors."""
-    if init == "random":
-        generator = torch.Generator().manual_seed(seed)
-        return Factorizer(
-            lambda site, source, rank: factorize.random(dense_weight(source), rank, generator), keeps=False
-        )
-    moments = second_moments(model, plan, calibration) if calibration is not None else {}
-    return Factorizer(lambda site, source, rank: factorized(source, rank, moments.get(site.name)), keeps=True)
 
 
 def is_wrapper(module: nn.Module) -> bool:

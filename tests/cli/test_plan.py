@@ -153,7 +153,7 @@ def test_plain_lines_name_everything(stem: str, capsys: pytest.CaptureFixture[st
     assert "uniform ranks; training or SVD will share them out differently" in lines
     totals = [line.split()[0] for line in lines if line.endswith("%")]
     assert totals == ["dense", "prunable", "fixed", "budget", "exported"]
-    assert any(line.startswith("conv") and "Conv1d is not a linear layer" in line for line in lines)
+    assert any(line.startswith("conv") and "it is a convolution of a longer kernel" in line for line in lines)
     assert captured.err == "a word from the builder\n"
     assert all(ord(letter) < 128 for letter in captured.out)
 

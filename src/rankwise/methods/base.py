@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import Account, CostCurve
+from rankwise.core.calibrate import second_moments
 from rankwise.core.control import Controller
-from rankwise.core.factorize import Factors, Moments, svd, svd_of_pair
+from rankwise.core.factorize import Factors, Moments, random, svd, svd_of_pair
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
-from rankwise.core.plan import Site, Source
+from rankwise.core.plan import Plan, Site, Source
 from rankwise.core.targets import Target
+
+Init = Literal["svd", "whitened", "random"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,14 @@ def as_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach().contiguous(), requires_grad)
+
+
+def make_factorizer(
+    init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int
+) -> Factorizer:
+    """How `init` makes factors of a matrix, with `calibration` for what reaches it."""
+    if init == "random":
+        generator = torch.Generator().manual_seed(seed)
+        return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps=False)
+    moments = second_moments(model, plan, calibration) if calibration is not None else {}
+    return Factorizer(lambda site, source, rank: factorized(source, rank, moments.get(site.name)), keeps=True)
