@@ -317,3 +317,21 @@ def test_excluding_a_module_excludes_its_layers() -> None:
     assert {site.name for site in plan.sites} == {"words", "head"}
     rw.Pruner(model, rw.Budget(removed=0.05), "fac", plan)
     assert type(model.rnn) is nn.LSTM
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("exclude", [(), ("self_attn",), ("linear1", "linear2")])
+def test_the_fast_path_of_a_stock_encoder_is_not_taken_with_other_weights(exclude: tuple[str, ...]) -> None:
+    """In evaluation mode torch passes weights on to one kernel, and words that are not padding in nested tensors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 3 + [True] * 2])
+    budget = rw.Budget(removed=0.4, of="prunable")
+    pruner = rw.Pruner(model, budget, "fac", rw.find_plan(model, exclude=exclude))
+    for each in (model, pruner.compact().eval()):
+        # with gradients, torch calls every layer
+        expected = each(x, src_key_padding_mask=padding)
+        with torch.no_grad():
+            found = each(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(found[~padding], expected[~padding], rtol=1e-4, atol=1e-5)
