@@ -315,8 +315,7 @@ def refusal(module: nn.Module) -> str | None:
                 return "it is a convolution that pads its input"
     if {name for name, parameter in module._parameters.items() if parameter is not None} - own or module._buffers:
         return f"{type(module).__name__} holds more than its own weights"
-    missing = own - module._parameters.keys()
-    return "its weight is made from something else" if missing - {"bias_k", "bias_v"} else None
+    return "its weight is made from something else" if own - module._parameters.keys() else None
 
 
 def splittable(model: nn.Module) -> dict[str, nn.Module]:

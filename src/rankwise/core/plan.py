@@ -14,8 +14,8 @@ from rankwise.modules import LowRankHead, PivotLinear
 from rankwise.split import all_split
 
 UseKind = Literal["linear", "conv1d", "embedding", "linear-pair", "embedding-pair", "low-rank-head"]
-"""`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair is an `nn.Sequential` of two
-layers that already is a factorization: (`Linear` without bias, `Linear`) or (`Embedding`, `Linear` without bias).
+"""`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair already is a factorization:
+`LowRankLinear`, `LowRankEmbedding`, or the `nn.Sequential` of an embedding that a `LowRankHead` is tied to.
 """
 
 

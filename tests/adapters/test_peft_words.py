@@ -6,16 +6,12 @@ import re
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 import rankwise as rw
 from rankwise.adapters.plans import peft_plan
-from rankwise.modules import LowRankLinear
 from tests.adapters.plan_toys import names, reasons
 
 
@@ -125,57 +121,3 @@ def test_a_pattern_is_a_string_or_a_list_of_them() -> None:
 def test_a_model_without_a_linear_layer_has_no_linear_targets() -> None:
     with pytest.raises(rw.PlanError, match="'all-linear' must match linear layers, but Sequential has no linear layer"):
         peft_plan(nn.Sequential(nn.Embedding(4, 4)), "all-linear")
-
-
-# code that asks what a weight is
-
-
-class Asks(nn.Module):
-    """Casts to the dtype of one layer, and multiplies by the weight of another itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.read, self.both = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.items = nn.ModuleList([nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.asked.weight, Tensor) and x.dtype != self.asked.weight.dtype:
-            x = x.to(self.asked.weight.dtype)
-        x = x.to(self.items[0].weight.device)
-        x = F.linear(x.to(self.both.weight.dtype), self.both.weight)
-        return self.items[0](self.asked(x)) @ self.read.weight
-
-
-def test_a_compact_layer_answers_for_its_weight() -> None:
-    model = Asks()
-    pruner = rw.Pruner(model, rw.Budget(removed=0.3), "fac")
-    small: Any = pruner.compact()
-    x = torch.randn(3, 8)
-    assert isinstance(small.asked, LowRankLinear)
-    assert small.asked.weight.shape == (8, 8)
-    assert small.state_dict().keys() == {
-        *(f"{name}.{i}.weight" for name in ("asked", "items.0", "read", "both") for i in (0, 1)),
-        *(f"{name}.1.bias" for name in ("asked", "items.0", "read", "both")),
-    }
-    torch.testing.assert_close(small(x), model.eval()(x))
-    small.double()
-    assert small(x).dtype == torch.float64
-
-
-def test_asking_for_a_dtype_multiplies_nothing_out() -> None:
-    layer = LowRankLinear(nn.Linear(8, 2, bias=False), nn.Linear(2, 8))
-    with FlopCounterMode(display=False) as flops:
-        weight = layer.weight
-        assert (weight.dtype, weight.device, weight.shape) == (torch.float32, layer[0].weight.device, (8, 8))
-        assert isinstance(weight, Tensor) and weight.requires_grad
-    assert flops.get_total_flops() == 0
-    torch.testing.assert_close(weight + 0, layer[1].weight @ layer[0].weight)
-
-
-def test_gradients_go_through_a_weight_that_is_read() -> None:
-    layer, x = LowRankLinear(nn.Linear(8, 2, bias=False), nn.Linear(2, 8)), torch.randn(3, 8)
-    layer(x).square().sum().backward()
-    expected = [p.grad for p in layer.parameters()]
-    layer.zero_grad()
-    F.linear(x, layer.weight, layer.bias).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in layer.parameters()], expected)
