@@ -1,4 +1,6 @@
 PYTHON ?= python3
+# the versions to install: make setup CONSTRAINTS=constraints-oldest.txt in a fresh clone
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -12,9 +14,9 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # always with the constraints: pip left alone would resolve another torch
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 setup: $(STAMP)  ## create .venv and install rankwise with its development tools

@@ -21,7 +21,7 @@ from models import Encoder
 from torch import nn
 
 import rankwise as rw
-from rankwise.core.control import Controller
+from rankwise.core.controller import Controller
 from rankwise.core.gates import HardConcreteGate
 
 REPEATS = 5
@@ -47,7 +47,7 @@ def hold_open(controller: Controller, fraction: float) -> None:
         order = torch.randperm(gate.num_components, generator=generator)
         open_ = order < fraction * gate.num_components
         gate.alpha.copy_(torch.where(open_, 30.0, -30.0))
-    controller.outdate()
+    controller.invalidate_masks()
 
 
 def training_step(model: nn.Module, x: torch.Tensor, after: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 Rows are RECIPE-PERCENT, the share of the whole model that is removed. Recipes are steps of one ladder, each with all
 that stands before it: paper (plain SVD, FLOP-L0, embeddings left alone), whitening, distillation, healing, pivot,
-embeddings, and ours (compressed at once instead of along a ramp). "fac-35" is paper-35 with the same share of every
+embeddings, and ours (compressed in one shot instead of along a ramp). "fac-35" is paper-35 with the same share of every
 matrix and nothing to learn about it. "control" is the dense model trained on as ours is, with nothing removed.
 "curve-60" is embeddings-60 with smaller cuts taken from the same run, for comparison with embeddings-20, -35 and -50.
 Cells run in the order in which rows are given, every task of a row before the next row; OUT.json is written after each,

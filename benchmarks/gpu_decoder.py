@@ -1,4 +1,4 @@
-"""A decoder compressed at once, timed on a GPU: `python benchmarks/gpu_decoder.py [--layers 2] [--record FILE]`.
+"""A decoder compressed without training on a GPU: `python benchmarks/gpu_decoder.py [--layers 2] [--record FILE]`.
 
 A decoder of Llama's shape in bfloat16 (width 4096, inner 11008, 32 heads, 32,000 words) with random weights whose
 singular values fall as those of trained ones do: of weights without structure, some matrices would be kept whole and

@@ -20,7 +20,7 @@ import rankwise as rw
 from rankwise.lab.experiments.arms import Arm, Watcher, run_arms
 from rankwise.lab.experiments.config import CorpusConfig, Experiment
 from rankwise.lab.models.sru import SRUConfig
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
 
@@ -129,7 +129,7 @@ def main() -> None:
     ]
     record = {"name": experiment.name, "runs": runs}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record).text())
+    print(table(record).markdown())
     print("seconds per seed:", *(f"{run['wall_seconds']:.0f}" for run in runs))
 
 

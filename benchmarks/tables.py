@@ -37,7 +37,7 @@ from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
 
 RAMP = 0.05
-"""Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log.md)."""
+"""Share of the further steps in which the size is reached; short ramps leave more steps to heal (docs/log/)."""
 DISTILL = 0.8
 """Share of the loss that asks for the dense control's answers in cells called distilled."""
 TEACHER = 0.35
@@ -63,7 +63,7 @@ class Base:
 
 
 def phases(experiment: Experiment, base: int, further: int, **shared: Any) -> Experiment:
-    """So many steps of each phase, evaluated at its end. A quarter is the base's, as in the paper (docs/log.md)."""
+    """So many steps of each phase, evaluated at its end. A quarter is the base's, as in the paper (docs/log/)."""
     assert experiment.base is not None
     shared = {"warmup_steps": 500, "log_every": 100, **RARELY, **shared}
     return replace(

@@ -2,8 +2,8 @@
 
     python examples/small_transformer.py [--removed 0.8] [--method flop-l0] [--quick]
 
-A dense model is trained briefly, gated, trained on while the target size falls, and compacted; its dense twin
-is trained on for as long. The corpus is the text of Python's own help topics, so nothing is downloaded.
+A dense model is trained briefly, gated, trained further while the target size falls, and compacted. A dense copy is
+trained for as long, for comparison. The corpus is the text of Python's own help topics, so nothing is downloaded.
 Shapes: B = batch, T = time, D = width, H = heads, V = vocabulary.
 """
 
@@ -124,7 +124,7 @@ def prune(model: nn.Module, pruner: rw.Pruner, batches: Batches) -> None:
 
 @torch.inference_mode()
 def bits_per_character(model: nn.Module, data: Tensor) -> float:
-    """Mean over consecutive windows; what does not fill a window at the end is left out."""
+    """Mean over consecutive windows; an incomplete window at the end is left out."""
     model.eval()
     num_windows = (len(data) - 1) // CONTEXT
     x = data[: num_windows * CONTEXT].view(num_windows, CONTEXT)
@@ -140,7 +140,7 @@ def bits_per_character(model: nn.Module, data: Tensor) -> float:
 def time_ratios(dense: nn.Module, compact: nn.Module, x: Tensor, num_repeats: int) -> list[float]:
     """Time of the dense over time of the compact model, one ratio per repeat.
 
-    The two take turns, so that both meet the same load of the machine.
+    The two take turns, so that both see the same load on the machine.
     """
 
     def seconds(model: nn.Module) -> float:
@@ -157,7 +157,7 @@ def time_ratios(dense: nn.Module, compact: nn.Module, x: Tensor, num_repeats: in
 
 @torch.inference_mode()
 def round_trip_difference(compact: nn.Module, skeleton: nn.Module, x: Tensor) -> float:
-    """Largest difference of logits between a compact model and its saved and loaded twin."""
+    """Largest difference of logits between a compact model and the same model saved and loaded."""
     with tempfile.TemporaryDirectory() as folder:
         rw.save(compact, f"{folder}/small")
         loaded = rw.load(f"{folder}/small", skeleton)
@@ -196,8 +196,8 @@ def main() -> None:
     small = pruner.compact()
     print(pruner.size())
 
-    # without it the table would set a model against one that has seen twice the data
-    print(f"training the dense model on for comparison: {prune_steps} steps", flush=True)
+    # otherwise the table would compare a model with one that has seen twice the data
+    print(f"training the dense model further, for comparison: {prune_steps} steps", flush=True)
     train_dense(dense, random_batches(corpus.train, prune_steps, generator))
 
     print(f"\n{'model':8} {'parameters':>11} {'bits per character':>19}")

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankwise as rw
-from rankwise.core.ranks import Ranks
+from rankwise.core.distributed import DistributedGroup
 from rankwise.kernels.linear import linear
+from tests.methods.rows import METHODS, PRUNING
 from tests.models import Spec, batch
-from tests.test_pruner import METHODS, PRUNING
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -115,7 +115,7 @@ def test_averaging_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     """The steps of other ranks are looked at one step later."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ranks, flat = Ranks(dist.group.WORLD), torch.arange(5.0, device="cuda")
+        ranks, flat = DistributedGroup(dist.group.WORLD), torch.arange(5.0, device="cuda")
         ranks.average(flat, 0)
         torch.cuda.set_sync_debug_mode("error")
         assert ranks.average(flat, 1).shape == flat.shape

@@ -1,7 +1,8 @@
-"""README and docs are true today: names exist, figures come from records, and the example runs."""
+"""README and docs are true today: names exist, tables come from records, commands parse and the examples run."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib
 import json
@@ -11,6 +12,7 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +22,34 @@ import rankwise as rw
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [
+    *ROOT.glob("*.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "src").rglob("*.md")),
+]
+TERMS = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
 
 
-def section(name: str) -> list[list[str]]:
-    """The cells of a table that the README marks by name."""
-    text = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.DOTALL)
-    assert text is not None
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[1].splitlines()]
-    return rows[2:]
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    from results_page.records import read_results
+
+    return read_results([ROOT / "results", ROOT / "benchmarks/results.csv"])
 
 
-@pytest.mark.parametrize(
-    "path, name", re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
-)
+def marked(page: str, name: str) -> str:
+    """The text between two comments that a page marks by name."""
+    found = re.search(rf"<!-- {name} -->\s*(.*?)\s*<!-- /{name} -->", (ROOT / page).read_text(), re.DOTALL)
+    assert found is not None, f"{page} must mark {name}"
+    return found[1]
+
+
+def rows_of(table: str) -> list[tuple[str, ...]]:
+    """The cells of a table in Markdown, without its head."""
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()][2:]
+
+
+@pytest.mark.parametrize("path, name", TERMS)
 def test_every_term_of_the_paper_has_its_home(path: str, name: str) -> None:
     module = path.removesuffix(".py").replace("/", ".")
     own = module.removeprefix("benchmarks.")
@@ -41,15 +58,25 @@ def test_every_term_of_the_paper_has_its_home(path: str, name: str) -> None:
         found = getattr(found, part)
 
 
-def test_the_table_of_methods_is_the_recorded_one() -> None:
-    record = json.loads((ROOT / "results/methods-enwik8-transformer.json").read_text())
-    rows = {row["name"]: row for row in record["rows"]}
-    for name, params, bits in section("methods"):
-        row = rows["control" if name.startswith("dense control") else name]
-        assert (params, bits) == (f"{row['params']:,}", f"{row['bits']:.3f}")
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
-def test_the_table_of_recipes_is_the_recorded_one() -> None:
+def test_the_table_of_the_readme_is_what_the_command_prints(results: dict[str, Any]) -> None:
+    from results_page.headline import headline
+
+    assert marked("README.md", "headline") == headline(results).markdown()
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws(results: dict[str, Any]) -> None:
+    from picture import picture
+
+    assert (ROOT / "docs/figures/enwik8-sru.svg").read_text() == picture(results)
+    assert "](docs/figures/enwik8-sru.svg)" in README
+
+
+def test_recipes_are_counted_from_every_run() -> None:
+    """Computed here a second time, from the CSV alone."""
     with (ROOT / "results/lagrangian-recipes.csv").open() as file:
         records = [{k: v if k == "recipe" else float(v) for k, v in row.items()} for row in csv.DictReader(file)]
     settings: dict[tuple[object, ...], list[float]] = {}
@@ -60,159 +87,54 @@ def test_the_table_of_recipes_is_the_recorded_one() -> None:
     best: dict[float, float] = {}
     for (target, *_), bits in settings.items():
         best[target] = min(best.get(target, 99.0), statistics.mean(bits))
-    for name, runs, hits, worst_miss, mean, worst in section("recipes"):
-        mine = [row for row in records if row["recipe"] == name.split(" ")[0]]
+    text = (ROOT / "docs/results.md").read_text().split("## Does the size hold?")[1]
+    shown = rows_of("\n".join(line for line in text.splitlines() if line.startswith("|")))
+    assert [row[0] for row in shown] == ["committed", "published"]
+    for name, runs, hits, worst_miss, mean, worst in shown:
+        mine = [row for row in records if row["recipe"] == name]
         miss = [100 * abs(row["expected"] - row["target"]) for row in mine]
         extra = [row["bits"] - best[row["target"]] for row in mine]
         assert [int(runs), int(hits)] == [len(mine), sum(m <= 1 for m in miss)]
         assert [worst_miss, mean, worst] == [f"{max(miss):.1f}", f"{statistics.mean(extra):.3f}", f"{max(extra):.3f}"]
 
 
-def test_the_ten_minute_table_is_the_recorded_one() -> None:
-    record = json.loads((ROOT / "results/enwik8-sru-10min.json").read_text())
-    rows = {row["name"]: row for row in record["rows"]}
-    for name, params, removed, bits in section("ten minutes"):
-        row = rows[name]
-        assert params == f"{row['parameters']:,}"
-        assert removed == f"{row['removed_of_prunable']:.1%}"
-        assert bits == f"{row['test']['bits_per_character']:.3f}"
-
-
-@pytest.mark.parametrize(
-    "name, record, base, rows",
-    [
-        ("enwik8", "enwik8-sru", "enwik8-sru", 16),
-        ("transformer-xl", "enwik8-transformer-xl", "enwik8-transformer-xl", 3),
-        ("words", "words", "enwik8-words", 3),
-    ],
-)
-def test_the_tables_of_enwik8_are_the_recorded_ones(name: str, record: str, base: str, rows: int) -> None:
-    from results_page import paper
-    from results_page.comparison import comparison
-
-    own, plain = (json.loads((ROOT / f"results/table-{stem}.json").read_text()) for stem in (record, "np-l0"))
-    printed, measure, other = {
-        "enwik8": (paper.ENWIK8_SRU, "bits_per_character", (plain, "enwik8-sru-plain-1536")),
-        "transformer-xl": (paper.ENWIK8_TRANSFORMER_XL, "bits_per_character", (None, "")),
-        "words": (paper.WIKITEXT_103, "perplexity", (None, "")),
-    }[name]
-    table = comparison(printed, (own, base), other, measure)
-    found = {
-        (row, removed, theirs, parameters, test, lost)
-        for row, removed, _, _, theirs, parameters, _, test, lost in table.rows
-    }
-    shown = {tuple(row) for row in section(name)}
-    assert len(shown) == rows
-    assert shown <= found
-
-
-def test_what_np_l0_loses_is_recorded() -> None:
-    from results_page.records import cells
-
-    record = json.loads((ROOT / "results/table-np-l0.json").read_text())
-    (control,) = cells(record, "enwik8-sru-plain-1536", "dense")
-    (large,) = cells(record, "enwik8-sru-plain-2048", "dense")
-    lost = [
-        f"{100 * (cell.lost('bits_per_character') or 0):.1f}%"
-        for name in ("np-l0-80", "np-l0-90")
-        for cell in cells(record, "enwik8-sru-plain-2048", name)
-    ]
-    small, big = (f"{cell.row['test']['bits_per_character']:.4f}" for cell in (control, large))
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"({small}) it is counted; of one of 65M (control {big}) it loses {' and '.join(lost)}." in text
-
-
-def test_what_is_kept_of_frequent_and_rare_words_is_recorded() -> None:
-    from results_page.sections import clusters
-
-    record = json.loads((ROOT / "results/table-words.json").read_text())
-    frequent, rare, rarest, _ = (re.findall(r"\d+%", row[-1])[0] for row in clusters(record, "enwik8-words").rows)
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"keeps {frequent} of what it spent on frequent words, {rare} and {rarest} of" in text
-
-
-@pytest.mark.parametrize("name, words", [("enwik8-sru", "SRU with 80% removed"), ("enwik8-transformer-xl", "longer")])
-def test_speeds_on_a_gpu_are_the_recorded_ones(name: str, words: str) -> None:
-    record = json.loads((ROOT / f"results/table-{name}.json").read_text())
-    (row,) = (row for run in record["runs"] for row in run["rows"] if row["name"] == "flop-l0-80")
-    text = (ROOT / "docs/inference.md").read_text()
-    assert re.search(rf"{words}[^(]*\({row['speedup']:.2f}x", text)
-
-
-def test_speeds_by_cuda_graph_are_the_recorded_ones() -> None:
-    with (ROOT / "benchmarks/results.csv").open() as file:
-        rows = {row["case"]: float(row["value"]) for row in csv.DictReader(file) if row["benchmark"] == "gpu inference"}
-    speeds = {
-        (model, precision, batch): f"{rows[f'{model} {precision}, batch {batch}, graph: speed of 80% / dense']:.2f}x"
-        for model in ("sru", "txl")
-        for precision in ("float32", "bfloat16")
-        for batch in (1, 128)
-    }
-    text = " ".join((ROOT / "docs/inference.md").read_text().split())
-    for model, name in (("sru", "SRU"), ("txl", "Transformer-XL")):
-        single, half = (
-            f"{speeds[model, precision, 1]} and {speeds[model, precision, 128]} in {precision}"
-            for precision in ("float32", "bfloat16")
-        )
-        assert f"{name} {single}, {half}" in text
-
-
-@pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
-def test_the_table_of_speeds_is_the_recorded_one() -> None:
-    with (ROOT / "benchmarks/results.csv").open() as file:
-        # the last run of a case counts
-        rows = {(row["benchmark"], row["case"]): row for row in csv.DictReader(file)}
-    for benchmark, case, median in section("speed"):
-        row = rows[benchmark, case]
-        value = float(row["value"])
-        assert median == (f"{value / 1e6:.2f}M" if row["unit"] == "characters/s" else f"{value:.2f}x")
-
-
-def test_the_table_of_fine_tuning_is_the_recorded_one() -> None:
-    from results_page.sections import fine_tuning
-
-    record = json.loads((ROOT / "results/glue-mpnet.json").read_text())
-    found = {row[1:] for row in fine_tuning(record).rows}
-    shown = [tuple(figures) for _, *figures in section("fine-tuning")]
-    assert len(shown) == 4
-    assert set(shown) <= found
-    first = [
-        [row["score"] for row in record["rows"] if (row["row"], row["seed"]) == (name, 0)]
-        for name in ("control", "ours-35", "ours-60", "paper-35", "fac-35")
-    ]
-    control, some, most, learned, even = (f"{statistics.mean(scores):.2f}" for scores in first)
-    assert f"are {control}, {some} and {most}." in README
-    assert f"learned ranks {learned}, even ones (fac) {even}" in README
-
-
-def test_the_one_shot_table_is_the_recorded_one() -> None:
+def test_the_table_of_one_shot_compression_is_the_recorded_one() -> None:
     record = json.loads((ROOT / "results/oneshot-smollm2.json").read_text())
     found = {(f"{row['parameters']:,}", f"{row['perplexity']:,.1f}") for row in record["rows"]}
-    shown = [(parameters, perplexity) for _, parameters, perplexity in section("one-shot")]
-    assert len(shown) == len(set(shown)) == 4
+    shown = [(parameters, perplexity) for _, parameters, perplexity in rows_of(marked("docs/compress.md", "one-shot"))]
+    assert len(shown) == len(set(shown)) == 5
     assert set(shown) <= found
 
 
-def test_the_page_of_results_is_what_the_command_prints() -> None:
+def test_the_table_of_speeds_on_a_gpu_is_the_recorded_one(results: dict[str, Any]) -> None:
+    from results_page.sections import gpu_timing
+
+    table = gpu_timing(results["benchmarks"])
+    names = ("", "", "batch", "kernels: 80% removed", "graph: 80% removed")
+    places = [0, 1, 2, *(table.columns.index(name) for name in names[3:])]
+    found = {tuple(row[place] for place in places) for row in table.rows}
+    shown = rows_of(marked("docs/inference.md", "gpu"))
+    assert len(shown) == 8
+    assert set(shown) <= found
+
+
+def test_the_page_of_results_is_what_the_command_prints(results: dict[str, Any]) -> None:
     from results_page.figures import figures_of
     from results_page.page import page
-    from results_page.records import read_results
 
-    found = read_results([ROOT / "results", ROOT / "benchmarks/results.csv"])
-    assert (ROOT / "docs/results.md").read_text() == page(found) + "\n", "print it again by the command at its top"
-    for figure in figures_of(found):
+    assert (ROOT / "docs/results.md").read_text() == page(results) + "\n", "print it again by the command at its top"
+    for figure in figures_of(results):
         assert (ROOT / f"docs/figures/{figure.name}.svg").read_text() == figure.svg
-    assert "no table here" not in page(found)
+    assert "no table here" not in page(results)
 
 
 def test_the_tables_on_scaling_follow_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     scaling = importlib.import_module("scaling")
-    text = (ROOT / "docs/scaling.md").read_text()
     for name, make in scaling.TABLES.items():
-        assert f"<!-- {name} -->\n{scaling.markdown(make())}\n<!-- /{name} -->" in text, name
-    assert f"{scaling.utilization():.1%} of the card's peak" in text
-    # of LLaMA 7B, which has norms beside
+        assert marked("docs/scaling.md", name) == scaling.markdown(make()), name
+    assert marked("docs/scaling.md", "utilization") == f"{scaling.utilization():.1%}"
+    # LLaMA 7B, which also has norms
     model = scaling.Decoder()
     assert model.dense + 2 * model.head == 6_738_415_616 - (2 * model.layers + 1) * model.width
 
@@ -240,15 +162,25 @@ def test_the_small_transformer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "largest difference of logits 0.0e+00" in capsys.readouterr().out
 
 
-def test_links_in_the_docs_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_what_the_examples_import_exists(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(node), {})
 
 
 COMMANDS = [
-    (page.name, re.split(r"\s{2,}#", line)[0].strip())
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    (str(page.relative_to(ROOT)), re.split(r"\s{2,}#", line)[0].strip())
+    for page in PAGES
     for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
     for line in block.splitlines()
     if line.startswith("rankwise ")
@@ -259,7 +191,7 @@ COMMANDS = [
 def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: Path) -> None:
     """Each is parsed to its last setting; what the commands do is tested with the command line."""
     from rankwise.cli import app
-    from rankwise.cli.options import configured, parse
+    from rankwise.cli.command import configured, parse
     from rankwise.lab.experiments.presets import preset
 
     _, name, *words = shlex.split(command)
@@ -274,7 +206,7 @@ def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: 
 def test_the_commands_of_a_page_can_be_run_one_after_another(page: str) -> None:
     """Another run in the same folder would be refused."""
     from rankwise.cli import app
-    from rankwise.cli.options import configured, parse
+    from rankwise.cli.command import configured, parse
     from rankwise.cli.runs import folder_of
 
     folders: dict[Path, str] = {}
@@ -288,5 +220,7 @@ def test_the_commands_of_a_page_can_be_run_one_after_another(page: str) -> None:
         assert folders.setdefault(folder, command) == command, folder
 
 
-def test_the_docs_hold_commands() -> None:
+def test_the_docs_hold_commands_and_terms() -> None:
+    """An empty list would let the tests above pass without a word."""
     assert len(COMMANDS) > 10
+    assert len(TERMS) > 20

@@ -29,7 +29,7 @@ def test_a_message_needs_no_index_that_has_rankwise(extra: str) -> None:
 
 
 def test_nothing_is_said_to_come_from_an_index_that_does_not() -> None:
-    for path in [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         assert "install rankwise" not in (text := path.read_text()), path
         assert 'install "rankwise' not in text, path
         assert "install 'rankwise" not in text, path

@@ -19,8 +19,8 @@ import rankwise as rw
 from rankwise import oneshot
 from rankwise.adapters.plans import find_plan
 from rankwise.core import factorize
-from rankwise.core.calibrate import calls, output_weights, second_moments
-from rankwise.core.choice import uniform_counts
+from rankwise.core.allocation import uniform_allocation
+from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
 from tests.models import Spec, batch, specs
@@ -49,7 +49,7 @@ def test_any_model_is_compressed_to_the_exact_size(
     # at the least a step of every matrix that has lost one would be too much
     pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", rw.find_plan(model), layout=layout, target=target)
     cheapest = max(
-        int(c.costs(torch.cat([torch.zeros(1).long(), c.stops()])).diff().max()) for c in pruner.account.curves
+        int(c.costs(torch.cat([torch.zeros(1).long(), c.allowed_counts()])).diff().max()) for c in pruner.account.curves
     )
     everything = pruner.account.size([curve.num_components for curve in pruner.account.curves])
     assert limit - rw.count(small) < cheapest or rw.count(small) == everything
@@ -103,7 +103,7 @@ def test_weights_of_outputs_are_their_mean_squared_gradients() -> None:
     """The oracle: autograd, output by output."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     batches = [torch.randn(4, 5).double(), torch.randn(6, 5).double()]
-    found = output_weights(model, find_plan(model), batches, cross_entropy)
+    found = output_fisher(model, find_plan(model), batches, cross_entropy)
     want = {"0": torch.zeros(7), "2": torch.zeros(3)}
     for x in batches:
         first = model[0](x)
@@ -117,7 +117,7 @@ def test_weights_of_outputs_are_their_mean_squared_gradients() -> None:
 
 def test_words_are_weighed_by_the_gradients_where_they_stand() -> None:
     model, tokens = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)), torch.tensor([[1, 2], [1, 5]])
-    weights = output_weights(model, find_plan(model), [tokens], cross_entropy)["0"]
+    weights = output_fisher(model, find_plan(model), [tokens], cross_entropy)["0"]
     assert (weights > 0).tolist() == [False, True, True, False, False, True, False, False, False]
 
 
@@ -191,14 +191,16 @@ def test_a_layer_is_not_left_alone_at_the_price_of_another() -> None:
 def test_even_ranks_keep_the_same_share_of_every_matrix(spec: Spec, layout: Any, multiple: int, percent: int) -> None:
     model, budget = spec.build(), rw.Budget(removed=percent / 100)
     try:
-        pruner = rw.Pruner(copy.deepcopy(model), budget, "svd", layout=layout)
+        pruner = rw.Pruner(
+            copy.deepcopy(model), budget, "svd", plan=rw.find_plan(model), layout=layout, rank_multiple=multiple
+        )
     except rw.BudgetError:
         return
     curves, room = pruner.account.curves, pruner.limit - pruner.account.fixed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "These layers are left as they are")
         small = rw.compress(model, budget, [batch(spec, size=4)], layout=layout, ranks="even", rank_multiple=multiple)
-    want = uniform_counts(curves, room, multiple)
+    want = uniform_allocation(curves, room)
     if all(want):
         assert rw.count(small) == pruner.account.size(want)
     assert rw.count(small) <= pruner.limit
@@ -253,17 +255,17 @@ def test_a_layer_without_gradients_has_no_worth_by_a_loss_and_is_refused() -> No
 def test_a_layer_is_weighed_by_the_calls_that_have_gradients() -> None:
     x = torch.randn(5, 8)
     model = Hidden(calls=2, told=True)
-    weights = output_weights(model, find_plan(model), [x], lambda output: output.square().sum())
+    weights = output_fisher(model, find_plan(model), [x], lambda output: output.square().sum())
     alone = nn.Sequential(model.first, nn.Tanh(), model.second)
     seen = [torch.tanh(model.first(x)).detach()]
-    want = output_weights(alone, find_plan(alone), seen, lambda output: output.square().sum())
+    want = output_fisher(alone, find_plan(alone), seen, lambda output: output.square().sum())
     torch.testing.assert_close([weights["first"], weights["second"]], [want["0"], want["2"]])
 
 
 def test_a_model_without_any_gradient_is_refused() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(5, 8)
     with pytest.raises(rw.DataError, match="`loss` must depend on the matrices of the plan"):
-        output_weights(model, find_plan(model), [x], lambda output: output.detach().sum())
+        output_fisher(model, find_plan(model), [x], lambda output: output.detach().sum())
 
 
 class Words(nn.Module):
@@ -288,7 +290,7 @@ def test_a_tied_table_of_which_the_loss_hears_only_the_words_is_weighed_by_them(
     untied.load_state_dict(tied.state_dict())
     tokens = torch.tensor([[1, 2], [1, 5]])
     found, want = (
-        output_weights(model, find_plan(model), [tokens], lambda output: cross_entropy(output[0]))
+        output_fisher(model, find_plan(model), [tokens], lambda output: cross_entropy(output[0]))
         for model in (tied, untied)
     )
     assert want["table"].any()
@@ -303,11 +305,11 @@ def test_moments_stop_after_the_last_use() -> None:
     model = nn.Sequential(nn.Linear(4, 4), shared, nn.Tanh(), shared, nn.Linear(4, 4))
     model[4].register_forward_hook(lambda *_: ran.append("end"))
     plan, x = find_plan(model), torch.randn(3, 4)
-    seen = calls(model, plan, x)
+    seen = count_calls(model, plan, x)
     assert list(seen.items()) == [("0", 1), ("1", 2), ("4", 1)]
     ran.clear()
     part = type(plan)(plan.sites[:2])
-    stopped = second_moments(model, part, [x], stops=[("1", 2)])
+    stopped = second_moments(model, part, [x], last_calls=[("1", 2)])
     assert ran == []
     whole = second_moments(model, part, [x])
     assert ran == ["end"]

@@ -1,22 +1,19 @@
-"""The promises of the pruner, for every method on models of every shape."""
+"""What a training loop may do around the pruner. What every method promises is in tests/methods."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import inspect
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import rankwise as rw
-from rankwise.core.gates import Gate
-from rankwise.core.layers import GatedLayer
-from rankwise.modules import LowRankLinear
-from tests.models import Spec, TinyModel, batch, specs
+from tests.methods.rows import pruned, train
+from tests.models import Spec, batch
 
 # runs of a few steps, in which no gate can decide; some stop before the target has come down, some models have little
 # that can be pruned
@@ -26,201 +23,16 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*\d% of the prunable parameters must go"),
 ]
 
-# a new method is one row here: its name, what tells it from other rows, and the settings of a short run
-METHODS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "fac": {},
-    "np-l0": {"anneal_steps": 6, "gate_lr": 5.0},
-    "agp": {"anneal_steps": 6, "mask_every": 2},
-    "flop-agp": {"anneal_steps": 6, "mask_every": 2, "l1": 1e-3},
-    "flop-l0": {"anneal_steps": 6, "gate_lr": 5.0},
-    "flop-l0 paper": {"anneal_steps": 6, "recipe": "published", "gate_lr": 5.0, "refactor": False},
-    "svd": {},
-    "fac pivot": {"layout": "pivot"},
-    "flop-agp pivot": {"anneal_steps": 6, "mask_every": 2, "layout": "pivot"},
-    "flop-l0 pivot": {"anneal_steps": 6, "gate_lr": 5.0, "layout": "pivot"},
-    "svd pivot": {"layout": "pivot"},
-}
-PRUNING = [name for name in METHODS if name != "dense"]
-LEARNED = ["np-l0", "agp", "flop-agp", "flop-l0", "flop-l0 paper", "flop-agp pivot", "flop-l0 pivot"]
 
-
-def train(model: nn.Module, pruner: rw.Pruner, spec: Spec, steps: int, start: int = 0) -> None:
-    """A short run on random tokens, as a user would write it."""
-    model.train()
-    optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
-    for step in range(start, start + steps):
-        tokens = batch(spec, seed=step)
-        loss = F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        pruner.step()
-        optimizer.zero_grad()
-
-
-def pruned(spec: Spec, method: str, budget: rw.Budget, steps: int = 10, **extra: Any) -> tuple[TinyModel, rw.Pruner]:
-    model = spec.build()
-    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method], **extra)
-    train(model, pruner, spec, steps)
-    return model, pruner
-
-
-def nonzeros(model: nn.Module, pruner: rw.Pruner) -> int:
-    """Parameters of a model whose planned matrices keep their shape: their non-zeros, and all of the rest."""
-    planned = {use.name for site in pruner.plan.sites for use in site.uses}
-    masked = {p for name, module in model.named_modules() if name in planned for p in [module.weight]}
-    return sum(int(p.count_nonzero()) if p in masked else p.numel() for p in model.parameters())
-
-
-@settings(max_examples=60)
-@given(specs, st.sampled_from(PRUNING), st.integers(5, 99), st.sampled_from(["cpu", "cuda"]))
-def test_the_exported_size_is_exact(spec: Spec, method: str, percent: int, target: str) -> None:
-    """At most the budget, and short of it by less than the cheapest step still available."""
-    settings = {**METHODS[method], "target": target}
-    model = spec.build()
+def test_the_example_of_the_docstring_runs() -> None:
+    code = re.search(r"```python\n(.*?)```", inspect.getdoc(rw.Pruner) or "", re.DOTALL)
+    assert code is not None
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+    names = {"rw": rw, "torch": torch, "model": model, "batches": batches, "criterion": F.mse_loss}
     dense = rw.count(model)
-    try:
-        pruner = rw.Pruner(model, rw.Budget(removed=percent / 100), method.split()[0], **settings)
-    except rw.BudgetError as error:
-        smallest = int(str(error).split("at least ")[1].split(" ")[0].replace(",", ""))
-        assert smallest > dense * (100 - percent) // 100
-        assert rw.Pruner(model, rw.Budget(params=smallest), method.split()[0], **settings).limit == smallest
-        return
-    except rw.PlanError:
-        assert method == "np-l0"
-        return
-    train(model, pruner, spec, 3)
-    small = pruner.compact()
-    counts = list(pruner.ranks().values())
-    limit = dense * (100 - percent) // 100
-    if method == "agp":
-        assert nonzeros(small, pruner) <= limit
-        size = pruner.account.size(counts)
-    else:
-        size = rw.count(small)
-    assert size == pruner.size().exported <= limit
-    kept = zip(pruner.account.curves, counts, strict=True)
-    steps = [c(c.next_stop(k)) - c(k) for c, k in kept if k < c.num_components]
-    assert not steps or limit - size < min(steps)
-
-
-@settings(max_examples=60)
-@given(specs, st.sampled_from(PRUNING), st.sampled_from([0.1, 0.3, 0.6]), st.sampled_from(["cpu", "cuda"]))
-def test_a_compact_model_gives_the_gated_models_outputs(spec: Spec, method: str, removed: float, target: str) -> None:
-    try:
-        model, pruner = pruned(spec, method, rw.Budget(removed=removed), target=target)
-    except (rw.BudgetError, rw.PlanError):
-        return
-    tokens = batch(spec, seed=99)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
-        model.to(dtype).eval()
-        small = pruner.compact().eval()
-        want, got = model(tokens), small(tokens)
-        assert (got - want).abs().max() <= tolerance * want.abs().max()
-
-
-@pytest.mark.parametrize("method", ["flop-l0", "flop-agp"])
-def test_components_of_a_trained_pair_come_by_what_they_carry(method: str) -> None:
-    """Cut to its first k components, the pair is the best matrix of rank k."""
-    torch.manual_seed(0)
-    pair = LowRankLinear(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)).double()
-    first, second = pair[0].weight, pair[1].weight
-    dense = (second @ first).detach()
-    singular = torch.linalg.svdvals(dense)
-    model = nn.Sequential(pair)
-    budget = rw.Budget(removed=0.5)
-    rw.Pruner(model, budget, method, **METHODS[method])
-    q, p = dict(model.named_parameters()).values()
-    p, q = (p, q) if p.shape == (30, 9) else (q, p)
-    for k in range(10):
-        error = torch.linalg.norm(dense - p[:, :k] @ q[:k])
-        torch.testing.assert_close(error, torch.linalg.norm(singular[k:]), rtol=1e-9, atol=1e-9)
-    model = nn.Sequential(LowRankLinear(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)))
-    own = set(model.parameters())
-    rw.Pruner(model, budget, method, **{**METHODS[method], "refactor": False})
-    assert set(model.parameters()) == own
-
-
-@pytest.mark.parametrize("method", PRUNING)
-@pytest.mark.parametrize("back", ["untied", "tied", "bias-tied", "low-rank"])
-def test_a_compact_model_is_made_of_plain_modules(method: str, back: Any) -> None:
-    spec = Spec(
-        width=16, num_words=40, back=back, parts=("linear", "nested", "pair", "shared", "shared", "conv1d", "norm")
-    )
-    removed = 0.2 if method == "np-l0" else 0.6
-    _, pruner = pruned(spec, method, rw.Budget(removed=removed))
-    for module in pruner.compact().modules():
-        stock = type(module).__module__.startswith("torch.nn.")
-        ours = type(module).__module__ == "rankwise.modules" or isinstance(module, TinyModel)
-        assert stock or ours, type(module)
-
-
-@settings(max_examples=30)
-@given(specs, st.sampled_from(["np-l0", "flop-l0", "flop-agp", "agp"]))
-def test_with_all_gates_open_the_gated_model_is_the_dense_one(spec: Spec, method: str) -> None:
-    model = spec.build().double()
-    tokens = batch(spec)
-    want = model(tokens)
-    try:
-        pruner = rw.Pruner(model, rw.Budget(params=rw.count(model)), method.split()[0], **METHODS[method])
-    except rw.PlanError:
-        return
-    for gate in pruner.controller.gates:
-        if hasattr(gate, "alpha"):
-            gate.alpha.fill_(50.0)
-    pruner.controller.outdate()
-    assert (model(tokens) - want).abs().max() <= 1e-10 * want.abs().max()
-
-
-@pytest.mark.parametrize("method", PRUNING)
-def test_gating_leaves_what_the_model_computes_almost_unchanged(method: str) -> None:
-    """Right after gating the training loss is within 5% of the dense model's."""
-    if method.split()[0] in ("fac", "svd"):
-        pytest.skip("ranks are cut at once")
-    spec = Spec(num_words=30, width=32, parts=("linear", "nested"))
-    model, tokens = spec.build(), batch(spec, size=256)
-    # each word is followed by one of two: nothing can predict better than one bit
-    targets = (tokens + torch.randint(0, 2, tokens.shape)) % spec.num_words
-
-    def loss() -> torch.Tensor:
-        return F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
-
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    dense = loss()
-    assert dense < 0.75
-    rw.Pruner(model, rw.Budget(removed=0.2), method.split()[0], **METHODS[method])
-    assert loss() <= 1.05 * dense
-
-
-@pytest.mark.parametrize("method", PRUNING)
-def test_compact_leaves_the_gated_model_as_it_is(method: str) -> None:
-    spec = Spec(parts=("linear", "shared", "shared"))
-    model, pruner = pruned(spec, method, rw.Budget(removed=0.2))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    small = pruner.compact()
-    for parameter in small.parameters():
-        nn.init.zeros_(parameter)
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(isinstance(module, Gate | GatedLayer) for module in small.modules())
-    assert any(isinstance(module, GatedLayer) for module in model.modules())
-
-
-@pytest.mark.parametrize("method", LEARNED)
-def test_one_run_gives_many_sizes(method: str) -> None:
-    spec = Spec(width=12, num_words=20)
-    _, pruner = pruned(spec, method, rw.Budget(removed=0.4))
-    sizes = []
-    for removed in (0.2, 0.4, 0.45):
-        small = pruner.compact(rw.Budget(removed=removed))
-        sizes.append(nonzeros(small, pruner) if method == "agp" else rw.count(small))
-        assert sizes[-1] <= (1 - removed) * pruner.account.dense
-    assert sizes == sorted(sizes, reverse=True)
+    exec(code[1], names)
+    assert rw.count(names["small"]) <= 0.2 * dense
 
 
 def test_shared_and_tied_layers_stay_so() -> None:
@@ -313,18 +125,6 @@ def test_an_overflowed_gradient_does_not_poison_the_gates() -> None:
     assert all(torch.isfinite(gate.alpha).all() for gate in pruner.controller.gates)
 
 
-def test_diverged_training_still_exports_the_size_asked_for() -> None:
-    spec = Spec(width=12)
-    for method in LEARNED:
-        model, pruner = pruned(spec, method, rw.Budget(removed=0.2))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-        if "l0" in method:
-            pruner.controller.gates[0].alpha.fill_(float("nan"))
-        assert rw.count(pruner.compact()) <= 0.8 * pruner.account.dense or method == "agp"
-
-
 def test_checkpointed_segments_see_the_same_mask() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -339,62 +139,6 @@ def test_checkpointed_segments_see_the_same_mask() -> None:
 
     for a, b in zip(grads(True), grads(False), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("method", LEARNED)
-def test_evaluation_is_deterministic_and_stands_at_the_current_target(method: str) -> None:
-    spec = Spec(width=12, num_words=20)
-    model, pruner = pruned(spec, method, rw.Budget(removed=0.4), steps=3)
-    target = pruner.controller.target()
-    assert pruner.limit < target < pruner.account.dense
-    model.eval()
-    tokens = batch(spec)
-    assert torch.equal(model(tokens), model(tokens))
-    at_target = pruner.compact(rw.Budget(params=target)).eval()
-    torch.testing.assert_close(model(tokens), at_target(tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_gives_the_same_model(method: str) -> None:
-    def weights() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        spec = Spec()
-        model = spec.build()
-        budget = rw.Budget(params=rw.count(model)) if method == "dense" else rw.Budget(removed=0.2)
-        pruner = rw.Pruner(model, budget, method.split()[0], seed=3, **METHODS[method])
-        train(model, pruner, spec, 8)
-        return list(pruner.compact().parameters())
-
-    for a, b in zip(weights(), weights(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stop", [1, 4, 7])
-def test_a_run_resumed_from_any_checkpoint_ends_with_the_same_weights(method: str, stop: int) -> None:
-    """Bit for bit: the model's own state dict carries gates, multipliers, moments and step."""
-    spec = Spec(back="tied")
-
-    def fresh() -> tuple[TinyModel, rw.Pruner]:
-        torch.manual_seed(0)
-        model = spec.build()
-        budget = rw.Budget(params=rw.count(model)) if method == "dense" else rw.Budget(removed=0.15)
-        return model, rw.Pruner(model, budget, method.split()[0], **METHODS[method])
-
-    model, pruner = fresh()
-    train(model, pruner, spec, 10)
-    other, other_pruner = fresh()
-    train(other, other_pruner, spec, stop)
-    state = copy.deepcopy(other.state_dict())
-    resumed, resumed_pruner = fresh()
-    resumed.load_state_dict(state)
-    if method != "dense":
-        assert resumed_pruner.steps == stop
-    train(resumed, resumed_pruner, spec, 10 - stop, start=stop)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    for a, b in zip(pruner.compact().parameters(), resumed_pruner.compact().parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_copy_of_a_gated_model_goes_its_own_way() -> None:
@@ -417,29 +161,6 @@ def test_gates_keep_working_after_the_model_is_cast() -> None:
     model.eval()
     tokens = batch(spec)
     torch.testing.assert_close(small.eval()(tokens), model(tokens), rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("multiple", [2, 4])
-def test_ranks_come_in_multiples(multiple: int) -> None:
-    spec = Spec(width=16, num_words=32, parts=("linear", "nested", "pair"))
-    for method in ("fac", "flop-l0", "svd", "fac pivot", "flop-l0 pivot", "svd pivot"):
-        _, pruner = pruned(spec, method, rw.Budget(removed=0.5), rank_multiple=multiple)
-        full = {s.name: c.num_components for s, c in zip(pruner.plan.sites, pruner.account.curves, strict=True)}
-        assert all(k % multiple == 0 or k == full[name] for name, k in pruner.ranks().items())
-        assert rw.count(pruner.compact()) <= pruner.limit
-
-
-@pytest.mark.parametrize("method", [name for name in PRUNING if name != "agp"])
-def test_megabytes_are_those_of_the_saved_tensors(method: str) -> None:
-    spec = Spec(width=16, num_words=32, parts=("linear", "norm"))
-    model = nn.Sequential(spec.build(), nn.BatchNorm1d(5))
-    budget = rw.Budget(megabytes=0.0048, dtype=torch.float16) if method != "np-l0" else rw.Budget(megabytes=0.008)
-    pruner = rw.Pruner(model, budget, method.split()[0], **METHODS[method])
-    model(batch(spec)).square().sum().backward()
-    pruner.step()
-    state = pruner.compact().state_dict()
-    tensors = {t.data_ptr() or id(t): t for t in state.values()}
-    assert sum(t.numel() * t.element_size() for t in tensors.values()) <= budget.megabytes * 1e6
 
 
 def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:

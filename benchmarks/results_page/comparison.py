@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rankwise.lab.report.tables import MEASURES, Table, spread
+from rankwise.lab.report import MEASURES, Table, spread
 from results_page.paper import FACTORIZATION, PaperTable
 from results_page.records import Cell, bases, cells
 
@@ -19,8 +19,8 @@ VARIANTS = (
     ("flop-l0", "flop-l0", "flop-l0-{}"),
     ("flop-l0, published recipe", None, "flop-l0-{}-published"),
     ("flop-l0, distilled", None, "flop-l0-{}-distilled"),
-    ("svd, at once, then trained", None, "svd-{}"),
-    ("svd, at once, distilled", None, "svd-{}-distilled"),
+    ("svd, one-shot, then trained", None, "svd-{}"),
+    ("svd, one-shot, distilled", None, "svd-{}-distilled"),
 )
 """What a row is called, the paper's method that it stands beside, and our cell."""
 DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}

@@ -8,7 +8,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from results_page.records import cells, gate_cells
-from results_page.sections import cluster_books
+from results_page.sections import cluster_parameters
 
 CELL, MARGIN, NAME = 12, 60, 220
 """Pixels of a bin, around a panel, and of the name of a matrix."""
@@ -16,10 +16,10 @@ CELL, MARGIN, NAME = 12, 60, 220
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture."""
+    """A picture of the results page."""
 
     name: str
-    """Of its file."""
+    """The name of its file, without the suffix."""
     title: str
     of: str
     """The section it belongs to."""
@@ -32,10 +32,10 @@ def figures_of(found: Mapping[str, Any]) -> Iterator[Figure]:
         title = f"{table}, {name}: how far gates are open, over steps"
         yield Figure(f"gates-{table}", title, "How gates decide", gate_figure(title, gates))
     levels = {level: cells(found.get("table-words"), "enwik8-words", f"flop-l0-{level}") for level in (50, 70, 80)}
-    books = {level: cluster_books(own[0].row["matrices"]) for level, own in levels.items() if own}
-    if books:
+    by_level = {level: cluster_parameters(own[0].row["matrices"]) for level, own in levels.items() if own}
+    if by_level:
         title = "parameters of each part of a word-level model"
-        yield Figure("word-clusters", title, "Word clusters", cluster_figure(title, books))
+        yield Figure("word-clusters", title, "Word clusters", cluster_figure(title, by_level))
 
 
 def gate_figure(title: str, gates: Mapping[str, Any]) -> str:
@@ -58,14 +58,14 @@ def gate_figure(title: str, gates: Mapping[str, Any]) -> str:
     return _svg(left - MARGIN, bottom + MARGIN, [_text(MARGIN, 24, title), *parts])
 
 
-def cluster_figure(title: str, books: Mapping[int, Mapping[str, Sequence[int]]]) -> str:
+def cluster_figure(title: str, by_level: Mapping[int, Mapping[str, Sequence[int]]]) -> str:
     """A group of bars per part of the model: dense in outline, then what is kept at each size."""
     height, bar = 200, 22
-    largest = max(dense for of_level in books.values() for dense, _ in of_level.values())
+    largest = max(dense for of_level in by_level.values() for dense, _ in of_level.values())
     parts, left, bottom = [_text(MARGIN, 24, title)], float(MARGIN), MARGIN + height
-    for name in next(iter(books.values())):
+    for name in next(iter(by_level.values())):
         first = left
-        for place, (level, of_level) in enumerate(books.items()):
+        for place, (level, of_level) in enumerate(by_level.items()):
             dense, kept = of_level[name]
             tall = height * kept / largest
             outline = height * dense / largest

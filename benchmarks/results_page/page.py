@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rankwise.lab.report.tables import Table, table
+from rankwise.lab.report import Table, table
 from results_page import sections
 from results_page.comparison import comparison, factorization, measured
 from results_page.figures import figures_of
@@ -22,15 +22,16 @@ KNOWN = (
 """Names of records that a section below reads."""
 HEAD = """# Results
 
-Written by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures`, from the records in
-`results/`; a test keeps it so. What the paper prints stands in columns or rows that say so; all else was measured here,
-by the command that stands with it. *Removed* is of the prunable weights, *lost* against each one's own dense model: the
-paper's against the base that it prints, ours against a dense control that trained on from the same base for as many
-steps. What has not been run is empty. Test texts are read once per model; checkpoints are chosen on validation text."""
+Printed by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures` from the records in
+`results/`; a test keeps this page in step with them. Figures from the paper are in columns or rows labelled *paper*;
+everything else was measured here with the command given. *Removed* is the fraction of the prunable weights. *Lost* is
+relative to each model's own dense model: for the paper, the one that it prints; for ours, a dense control that
+continued from the same base for as many steps. Cells that have not been run are empty. Test texts are read once per
+model, and checkpoints are selected on validation text."""
 
 
 def page(found: Results) -> str:
-    """Markdown."""
+    """The page as Markdown."""
     parts = [HEAD]
     for title, about, make in SECTIONS:
         made = make(found)
@@ -85,6 +86,11 @@ def _methods(found: Results) -> str | None:
     return "\n\n".join(made) or None
 
 
+def _cpu(found: Results) -> str | None:
+    made = (sections.timing, sections.more_timing)
+    return "\n\n".join(make(found[BENCHMARKS]).markdown() for make in made) if BENCHMARKS in found else None
+
+
 def _gates(found: Results) -> Table | None:
     lines = tuple(_decided(found))
     return Table(("", "matrix", "step", "nearly closed", "between", "nearly open"), lines) if lines else None
@@ -104,17 +110,18 @@ def _decided(found: Results) -> Iterator[tuple[str, ...]]:
 SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] = (
     (
         "Ten minutes",
-        "The 35M SRU on enwik8 from nothing to an evaluated compact model in 570 s on one H200. `rankwise run "
-        "enwik8-sru-10min`, and `python benchmarks/tables.py ten-minutes` for seeds and the dense control, "
-        "which is given its time on top. The released code, ten minutes on the same card: 1.53 with tuned "
-        "rates, 2.67 with its own.",
+        "The 35M SRU on enwik8, from random weights to an evaluated compact model in ten minutes on one H200: "
+        "`rankwise run enwik8-sru-10min`. `python benchmarks/tables.py ten-minutes` adds seeds and a dense control, "
+        "whose time is extra. The paper's released code, given ten minutes on the same card, reaches 1.53 with "
+        "tuned learning rates and 2.67 with its own ([the log](log/methods.md)).",
         _ten_minutes,
     ),
     (
         "enwik8, SRU",
-        "`python benchmarks/tables.py enwik8-sru`, one H200. The paper's FAC is trained from scratch; ours "
-        "also starts from the SVD of the base. np-l0 has a dense model of its own (`python "
-        "benchmarks/tables.py np-l0`; the paper's is 1.30).",
+        "`python benchmarks/tables.py enwik8-sru`, one H200. Ours read the text three times, the paper's 130 times. "
+        "The paper's FAC is trained from scratch; ours also starts from the SVD of the base. np-l0 prunes a plain "
+        "model of 37M parameters and is compared with that model's own dense control (`python benchmarks/tables.py "
+        "np-l0`; the paper's is 1.30).",
         _compared(ENWIK8_SRU, "table-enwik8-sru", "enwik8-sru", "enwik8-sru-plain-1536", sections.BITS),
     ),
     (
@@ -125,100 +132,119 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "Word level",
         '`python benchmarks/tables.py words`, one H200: adaptive embedding and softmax on "enwik8 words", the '
-        "text of enwik8 without its markup (12.3 million words). The paper's figures are of WikiText-103, "
-        "another text and another model: only what is lost compares.",
+        "text of enwik8 without its markup (12.3 million words). The paper's figures are for WikiText-103, "
+        "a different text and a different model, so only the losses can be compared.",
         _compared(WIKITEXT_103, "table-words", "enwik8-words", "enwik8-words-plain", "perplexity"),
     ),
     (
         "Word level, WikiText-2",
-        "`python benchmarks/tables.py wikitext-2`, one H200; 2.1 million words, which every model overfits, the dense "
-        "one most: the best checkpoint on validation text is taken. The paper has no such row.",
+        "`python benchmarks/tables.py wikitext-2`, one H200; 2.1 million words. Every model overfits, the dense one "
+        "most; the best checkpoint on validation text is used. The paper has no such row.",
         _wikitext_2,
     ),
     (
         "Word clusters",
-        "Parameters that flop-l0 keeps of each cluster of words and of the layers; cluster 1 holds the most "
+        "How many parameters flop-l0 keeps in each cluster of words and in the layers; cluster 1 holds the most "
         "frequent words.",
         _clusters,
     ),
     (
         "Factorization or inputs",
-        "Bits per character, and what is lost. `python benchmarks/tables.py enwik8-sru np-l0`",
+        "Bits per character, with the loss in parentheses. `python benchmarks/tables.py enwik8-sru np-l0`",
         _factorization,
     ),
     (
         "How gates decide",
-        "Components of the first and the last matrix by how far their gates are open: at the first line of "
-        "metrics, midway, and at the last two. At the end of the ramp the choice is made, and gates are open "
-        "or closed from then on; the line before it shows whether they had decided themselves.",
+        "Components of the first and the last matrix by how far their gates are open: at the first line of metrics, "
+        "midway, and at the last two lines. At the end of the ramp the selection is fixed and gates stay open or "
+        "closed; the line before that shows whether they had already decided.",
         _gates,
     ),
     (
         "Fine-tuning",
-        "`python benchmarks/glue.py results/glue-mpnet.json --preset glue-mpnet --model FOLDER --data GLUE`, "
-        "one H200; development sets; the mean of each task's metrics; QNLI of ours is trained on 2,000 rows. "
-        "RoBERTa-base is not MPNet-base: only what is lost compares. The number behind a name is the "
-        "percentage removed of the whole model; *control* is the dense model trained on for as long as ours; the rows "
-        "from paper-60 on are a ladder, each with all that stands before it ([glue.md](glue.md)). *Of dense* is of the "
-        "dense models of the same tasks and seeds.",
+        "`python benchmarks/glue.py results/glue-mpnet.json --preset glue-mpnet --model FOLDER --data GLUE`, one "
+        "H200; development sets; the mean of each task's metrics; our QNLI is trained on 2,000 rows. The paper's "
+        "model is RoBERTa-base and ours MPNet-base, so only the losses can be compared. The number in a name is the "
+        "percentage removed from the whole model; *control* is the dense model trained for as long as ours; the "
+        "rows from paper-60 on add one part of the recipe at a time ([glue.md](glue.md)). *Of dense* is relative to "
+        "the dense models of the same tasks and seeds.",
         _of("glue-mpnet", sections.fine_tuning),
     ),
     (
         "Fine-tuning, a small encoder on a CPU",
-        "All-MiniLM-L6, two cores; nothing was chosen on these rows. *control* is the dense model trained on for as "
+        "All-MiniLM-L6, two cores; no setting was selected on these rows. *control* is the dense model trained for as "
         "long. `python benchmarks/glue.py results/glue-minilm.json --preset glue-minilm --model FOLDER --data GLUE "
         "--tasks mrpc --rows dense,control,ours-60,ours-35 --seeds 0,1,2 --precision bf16 --device cpu`",
         _of("glue-minilm", sections.fine_tuned),
     ),
     (
         "Inference on a CPU",
-        "How much faster than dense. `python benchmarks/cpu_inference.py --record` on an AMD EPYC, batch 1; "
-        "more in [inference.md](inference.md).",
-        _of(BENCHMARKS, sections.timing),
+        "Speed relative to dense, then relative to the published implementations and in int8. `python "
+        "benchmarks/cpu_inference.py --record` on an AMD EPYC, batch 1, as ratios within one run; more in "
+        "[inference.md](inference.md).",
+        _cpu,
+    ),
+    (
+        "Training on a GPU",
+        "One H200, the real training loop (data, logging, clipping, gate updates), bf16, median over 30 s; *open* "
+        "is the share of components whose gates are open. The paper's released code in its fastest mode on the same "
+        "card: 0.64M, 0.64M and 0.72M for the SRU; the original Transformer-XL: 0.04M ([the "
+        "log](log/speed-gpu.md)). `python benchmarks/lm_speed.py loop`",
+        _of(BENCHMARKS, sections.training_speed),
     ),
     (
         "Inference on a GPU",
-        "How much faster than dense, one H200, windows of 256 characters (SRU) and 512 (Transformer-XL); called kernel "
-        "by kernel, and replayed as a CUDA graph; bfloat16 by autocast. `python benchmarks/gpu_inference.py --record`; "
-        "more in [inference.md](inference.md).",
+        "Speed relative to dense on one H200, windows of 256 characters (SRU) and 512 (Transformer-XL), launched "
+        "kernel by kernel and replayed as a CUDA graph; bfloat16 by autocast. `python benchmarks/gpu_inference.py "
+        "--record`; more in [inference.md](inference.md).",
         _of(BENCHMARKS, sections.gpu_timing),
     ),
     (
         "A large decoder on a GPU",
         "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
         "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread "
-        "(20% to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves dense what a "
-        "pair would not make faster; *odd ranks* is `rank_multiple=1`. `python benchmarks/gpu_decoder.py --layers 4 "
-        "--record results/gpu-decoder.json`",
+        "(20% to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves matrices "
+        "dense that a pair would not make faster; *odd ranks* is `rank_multiple=1`. `python "
+        "benchmarks/gpu_decoder.py --layers 4 --record results/gpu-decoder.json`",
         _of("gpu-decoder", sections.gpu_decoder),
     ),
     (
         "A small SRU on a CPU",
-        "What comes of minutes on two cores: 2M parameters, 425 steps of the base and 1,275 of every row. "
-        "*Removed* is of the whole model, and all rows are compared with the first. `python "
-        "benchmarks/small_sru.py DATA OUT.json --seeds 0,1`",
+        "A run of minutes on two cores: 2M parameters, 425 steps for the base and 1,275 for every row. *Removed* is "
+        "the fraction of the whole model, and all rows are compared with the first. `python benchmarks/small_sru.py "
+        "DATA OUT.json --seeds 0,1`",
         _of("enwik8-small-sru", table),
     ),
-    ("All methods from one base, transformer", "`python benchmarks/methods.py enwik8 out.json`", _methods),
+    (
+        "All methods from one base, transformer",
+        "A 19M-parameter character transformer on enwik8: 4,000 steps of training, then 2,000 more in which 80% of "
+        "the attention and feed-forward weights are removed; one H200, one seed. `fac` starts from the truncated "
+        "SVD of the trained base, which is much stronger than the paper's FAC from scratch. `agp` is unstructured: "
+        "its matrices keep their shape and are no faster. `python benchmarks/methods.py enwik8 out.json`",
+        _methods,
+    ),
     (
         "Without training",
-        "SmolLM2-135M, a share of the whole model removed; perplexity on WikiText-2's test text, first 8 windows "
-        "of 512 tokens. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --windows 8 --calibration-windows 32`",
+        "SmolLM2-135M with a fraction of the whole model removed; perplexity per token on the first 8 windows of "
+        "512 tokens of WikiText-2's test text. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --windows 8 "
+        "--calibration-windows 32`",
         _of("oneshot-smollm2", sections.oneshot),
     ),
     (
         "With a little training",
-        "The same on one H200, first 64 windows of the test text, more calibration; then 300 steps of 16 windows of "
-        "training text (2.5 million tokens), towards the dense model's answers, at the rate that validation text "
-        "chooses, 3e-4 wherever two were tried ([log.md](log.md)). `python "
+        "The same on one H200 with the first 64 windows of the test text and more calibration, then 300 steps of 16 "
+        "windows of training text (2.5 million tokens) of distillation from the dense model; the learning rate is "
+        "selected on validation text (3e-4 wherever two were tried; [the log](log/one-shot.md)). `python "
         "benchmarks/oneshot_lm.py MODEL TEXTS OUT --heal 300`",
         _of("oneshot-smollm2-healed", sections.oneshot),
     ),
     (
         "Does the size hold?",
-        "A toy on which the published recipe stalls. `python benchmarks/lagrangian.py enwik8 "
+        "A small model on which the published recipe stalls, from scratch: 3 targets x 3 gate learning rates x 3 "
+        "multiplier learning rates x 3 seeds. *Extra bits* are per character, for the exported model, against the "
+        "best setting of any recipe at the same target. `python benchmarks/lagrangian.py enwik8 "
         "results/lagrangian-recipes.csv`",
         _of("lagrangian-recipes", sections.recipes),
     ),
 )
-"""Title, what it is and how it is made, and its table; a section without its record is left out."""
+"""Title, description with the command, and table of each section; a section without its record is left out."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.errors import CheckpointError
-from rankwise.lab.report.gather import FORMATS
+from rankwise.lab.report import FORMATS
 
 TABLE = "rankwise-table"
 """Format of a record that is filled cell by cell: `runs`, each the record of an experiment from one base."""

@@ -6,13 +6,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.lab.report.tables import MEASURES, Table, spread
+from rankwise.lab.report import MEASURES, Table, spread
 from results_page.paper import FINE_TUNING, TIMING
 from results_page.records import Cell, bases, cells
 
 Record = Mapping[str, Any]
 BITS = "bits_per_character"
+MODELS = {"sru": "SRU", "txl": "Transformer-XL"}
 TASKS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qnli": "QNLI"}
+
+FIRST_SEED = ("dense", "control", "ours-35", "ours-60", "paper-35", "fac-35")
+"""Rows of the fine-tuning that are compared by one seed, because some have no other."""
 
 
 def ten_minutes(single: Record, table: Record | None) -> Table:
@@ -26,14 +30,14 @@ def ten_minutes(single: Record, table: Record | None) -> Table:
         "dense base": [Cell(base, 0, None) for base in bases(table, name)],
         "dense control": cells(table, name, "dense"),
         "flop-l0": cells(table, name, "flop-l0-80"),
-        "svd, at once": cells(table, name, "svd-80"),
+        "svd, one-shot": cells(table, name, "svd-80"),
     }
-    rows += [(title, *_figures(group)) for title, group in found.items()]
+    rows += [(title, *_figures(group)) for title, group in found.items() if group]
     return Table(("", "parameters", "removed", "valid bits", "test bits", "lost", "seeds"), tuple(rows))
 
 
 def gpu_decoder(record: Record) -> Table:
-    """Milliseconds of a decoder that was compressed at once, and how much faster than dense that is."""
+    """Milliseconds of a decoder that was compressed without training, and its speed relative to dense."""
     cases = [name for name in record["rows"][0] if name not in ("name", "parameters")]
 
     def timed(row: Record, case: str) -> str:
@@ -48,8 +52,6 @@ def gpu_decoder(record: Record) -> Table:
 
 
 def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
-    if not found:
-        return ("",) * 6
     row = found[0].row
     lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]
     return (
@@ -80,7 +82,10 @@ def fine_tuning(record: Record | None) -> Table:
         overall = ("" if mean is None else f"{mean:.2f}", f"{mean / before:.1%}" if mean and before else "")
         scores = [spread([row["score"] for row in own if row["task"] == task], ".2f") for task in TASKS]
         rows.append((f"MPNet-base, {name}", f"{own[0]['parameters']:,}", *scores, *overall))
-    return Table(("", "parameters", *TASKS.values(), "mean", "of dense"), tuple(rows))
+    means = {name: _task_mean([row for row in found if (row["row"], row["seed"]) == (name, 0)]) for name in FIRST_SEED}
+    first = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items() if mean is not None)
+    notes = (f"Means of the first seed alone: {first}.",) if first else ()
+    return Table(("", "parameters", *TASKS.values(), "mean", "of dense"), tuple(rows), notes)
 
 
 def _task_mean(rows: Sequence[Record]) -> float | None:
@@ -100,28 +105,58 @@ def fine_tuned(record: Record) -> Table:
     return Table(("", "", "parameters", "development set", "seeds"), tuple(rows))
 
 
+def latest(benchmarks: Sequence[Mapping[str, str]], name: str) -> dict[str, float]:
+    """The value of every case of a benchmark; the last run of a case counts."""
+    return {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == name}
+
+
 def timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
     """Speed against the dense model on a CPU."""
-    # the last run of a case counts
-    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "cpu inference"}
     rows = []
     for (model, level), (seconds, faster) in TIMING.items():
-        ours = [found.get(f"{model} {threads}: speed of {level}% / dense") for threads in ("1 thread", "2 threads")]
-        title = {"sru": "SRU", "txl": "Transformer-XL"}[model]
-        shown = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ours)
-        rows.append((title, f"{level}%", f"{seconds:.2f} s", f"{faster:.1f}x", *shown))
+        ratios = _ratios(benchmarks, model, f"{level}% / dense")
+        rows.append((MODELS[model], f"{level}%", f"{seconds:.2f} s", f"{faster:.1f}x", *ratios))
     return Table(("", "removed", "paper: time", "paper: faster", "ours: 1 thread", "ours: 2 threads"), tuple(rows))
+
+
+def more_timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Speed on a CPU against the published implementations, and what int8 adds."""
+    rows = []
+    for model, theirs in (("sru", "released"), ("txl", "original")):
+        for level in ("dense", "80%", "90%"):
+            size = level if level == "dense" else f"{level} removed"
+            what = f"{size}, against the {theirs} code at the same size"
+            rows.append((MODELS[model], what, *_ratios(benchmarks, model, f"{level} / {level} {theirs}")))
+        for level in ("80%", "90%"):
+            what = f"{level} removed, int8 against float32"
+            rows.append((MODELS[model], what, *_ratios(benchmarks, model, f"{level} int8 / {level}")))
+    return Table(("", "", "1 thread", "2 threads"), tuple(rows))
+
+
+def _ratios(benchmarks: Sequence[Mapping[str, str]], model: str, of: str) -> list[str]:
+    found = latest(benchmarks, "cpu inference")
+    ratios = [found.get(f"{model} {threads}: speed of {of}") for threads in ("1 thread", "2 threads")]
+    return ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+
+
+def training_speed(benchmarks: Sequence[Mapping[str, str]]) -> Table:
+    """Characters per second of the training loop on a GPU."""
+    rows = []
+    for name, title in (("sru loop", "SRU"), ("transformer-xl loop", "Transformer-XL")):
+        found = latest(benchmarks, name)
+        rates = (found.get(case) for case in ("dense", "20% open", "10% open"))
+        rows.append((title, *("" if rate is None else f"{rate / 1e6:.2f}M" for rate in rates)))
+    return Table(("characters per second", "dense", "20% open", "10% open"), tuple(rows))
 
 
 def gpu_timing(benchmarks: Sequence[Mapping[str, str]]) -> Table:
     """Time of the dense model and speed against it on a GPU, by precision and batch."""
-    # the last run of a case counts
-    found = {row["case"]: float(row["value"]) for row in benchmarks if row["benchmark"] == "gpu inference"}
+    found = latest(benchmarks, "gpu inference")
     rows = []
     # "sru float32, batch 1, graph: dense"
     for case in dict.fromkeys(case.rpartition(", ")[0] for case in found):
         model, precision, _, batch = case.replace(",", "").split()
-        row = [{"sru": "SRU", "txl": "Transformer-XL"}[model], precision, batch]
+        row = [MODELS[model], precision, batch]
         for how in ("torch", "graph"):
             row.append(f"{found[f'{case}, {how}: dense']:.2f} ms")
             row += (f"{found[f'{case}, {how}: speed of {level}% / dense']:.2f}x" for level in (80, 90))
@@ -136,13 +171,13 @@ def clusters(record: Record | None, base: str) -> Table:
     parts: dict[str, list[str]] = {}
     for level in levels:
         matrices = cells(record, base, f"flop-l0-{level}")[0].row["matrices"]
-        for name, (dense, kept) in cluster_books(matrices).items():
+        for name, (dense, kept) in cluster_parameters(matrices).items():
             parts.setdefault(name, [f"{dense:,}"]).append(f"{kept:,} ({kept / dense:.0%})")
     rows = tuple((name, *found) for name, found in parts.items())
     return Table(("", "dense", *(f"{level}% removed" for level in levels)), rows)
 
 
-def cluster_books(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+def cluster_parameters(matrices: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
     """(parameters before, after) of each cluster of words, and of everything else together."""
     found: dict[str, tuple[int, int]] = {}
     for name, (dense, kept) in matrices.items():

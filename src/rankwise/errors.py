@@ -14,6 +14,18 @@ class RankwiseError(Exception):
     """Base of every error that rankwise raises on purpose."""
 
 
+class InvalidValueError(RankwiseError, ValueError):
+    """A value that an argument or a setting cannot have."""
+
+
+class InvalidTypeError(RankwiseError, TypeError):
+    """An argument of the wrong type, one too many or one too few."""
+
+
+class MissingPackageError(RankwiseError, ImportError):
+    """A package that is not installed, but needed for what was asked for."""
+
+
 class BudgetError(RankwiseError, ValueError):
     """A size that is malformed or cannot be reached."""
 

@@ -195,18 +195,21 @@ def scale_of(table: nn.Embedding) -> float | None:
     """The number by which a table of words multiplies the rows that it looks up; None where it does anything else.
 
     It is tried out on a small table of the same class: such a table may hold one factor of a low-rank pair, since the
-    product with the other factor is scaled just as well (BART, Gemma).
+    product with the other factor is scaled just as well (BART, Gemma). A scale that lies on the meta device has no
+    value yet, so another number stands for it: whether the table scales can be told all the same.
     """
     if not has_own_forward(table):
         return 1.0
-    device = next((buffer for buffer in table._buffers.values() if buffer is not None), table.weight).device
-    if device.type == "meta":
-        return None
+    buffers = {name: buffer for name, buffer in table._buffers.items() if buffer is not None}
+    device = next(iter(buffers.values()), table.weight).device
+    device = torch.device("cpu") if device.type == "meta" else device
     # rows of very different sizes, words in no order and more than once: no other function gives the same
     rows = torch.tensor([[10.0**k, -(2.0**k), 0.7 + k] for k in range(-2, 3)], device=device)
     words = torch.tensor([[3, 0, 4, 1], [1, 2, 0, 3]], device=device)
     padding_idx = None if table.padding_idx is None else 1
     probe = embedding(nn.Parameter(rows, requires_grad=False), padding_idx, table)
+    known = {name: torch.full_like(each, 2, device=device) for name, each in buffers.items() if each.is_meta}
+    probe._buffers.update(known)
     # a forward may draw random numbers, as dropout does
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

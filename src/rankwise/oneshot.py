@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
+from rankwise.core.allocation import global_allocation, uniform_allocation
 from rankwise.core.budget import Budget, CostCurve, count
-from rankwise.core.calibrate import calls, moment_bytes, output_weights, second_moments
-from rankwise.core.choice import ranked_counts, uniform_counts
+from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
 from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
+from rankwise.core.host_memory import release_freed_memory, release_mapped_pages
 from rankwise.core.matrices import FactorizedMatrix
-from rankwise.core.memory import drop_pages, trim
 from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
-from rankwise.errors import RankwiseError
-from rankwise.methods.base import factorized
+from rankwise.errors import InvalidValueError, RankwiseError
+from rankwise.methods.base import svd_of_source
 from rankwise.methods.svd import Svd
-from rankwise.pruner import account_of, check_arguments, planned
+from rankwise.pruner import check_arguments, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import become
 
@@ -78,13 +78,13 @@ def compress(
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file, in the pivot layout; see
             `rankwise.core.targets`); by default the device that it is on.
         example: a batch of input for `model`, on which its code is checked to do with layers of low rank what it does
-            with stock ones; by default the first batch of `calibration`.
+            with stock ones. Default: the first batch of `calibration`.
         in_place: `model` itself becomes small, in little more memory than it takes already.
         ranks: "global" as above, or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     if ranks not in ("global", "even"):
-        raise ValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
+        raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
     progress = progress or (lambda what, done, total: None)
     init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
     check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
@@ -95,9 +95,9 @@ def compress(
     where = find_target(target, model)
     method = Svd(layout=layout or where.layout)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = planned(model, plan or find_plan(model), method)
+    plan = plan_for_method(model, plan or find_plan(model), method)
     check_weights(model, plan)
-    account = account_of(model, plan, method, where, rank_multiple, trained=True)
+    account = size_account(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
@@ -105,10 +105,10 @@ def compress(
     data = _Data(model, plan, None if calibration is None else list(calibration))
     if loss is not None:
         shown = list(loss_batches or data.batches or [])
-        weights = output_weights(model, plan, _counted(shown, partial(progress, "gradients")), loss)
+        weights = output_fisher(model, plan, _counted(shown, partial(progress, "gradients")), loss)
         data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         data.unreached = {site.name for site in plan.sites if site.name not in weights}
-        trim()
+        release_freed_memory()
     curves = dict(zip((site.name for site in plan.sites), account.curves, strict=True))
     scores = None if ranks == "even" else _scores(model, method, curves, data, progress)
     chosen = _choose(curves, scores, limit - account.fixed, _unseen(data))
@@ -133,7 +133,7 @@ class _Data:
         self.weights: dict[str, Tensor] = {}
         """Of the sites on which the loss depends; empty without a loss."""
         self.unreached: set[str] = set()
-        self.calls = [calls(model, plan, batch) for batch in (batches or [])[:1]]
+        self.calls = [count_calls(model, plan, batch) for batch in (batches or [])[:1]]
         """Of the first batch, and of the others where they are needed."""
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
@@ -145,10 +145,10 @@ class _Data:
             return
         groups = list(self._groups())
         if len(groups) > 1:
-            self.calls += [calls(self.model, self.plan, batch) for batch in self.batches[len(self.calls) :]]
+            self.calls += [count_calls(self.model, self.plan, batch) for batch in self.batches[len(self.calls) :]]
         for group in groups:
             stops = self._stops(group) if len(groups) > 1 else None
-            found = second_moments(self.model, Plan(tuple(group)), self.batches, stops=stops, dtype=torch.float32)
+            found = second_moments(self.model, Plan(tuple(group)), self.batches, last_calls=stops, dtype=torch.float32)
             for site in group:
                 moments = found.pop(site.name)
                 if moments.inputs_II is None and moments.rows_O is None:
@@ -156,7 +156,7 @@ class _Data:
                 if site.name in self.weights:
                     moments = replace(moments, rows_O=self.weights[site.name])
                 yield site, moments
-            trim()
+            release_freed_memory()
 
     def _stops(self, group: Sequence[Site]) -> list[tuple[str, int] | None]:
         """For each batch the call behind which it may stop; None if it does not call all uses, and may yet."""
@@ -200,9 +200,9 @@ def _scores(
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
-            energy = factorized(source(model, site), curve.num_components, moments).energy_R
+            energy = svd_of_source(source(model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
-        trim()
+        release_freed_memory()
         progress("ranks", done, len(curves))
     return scores
 
@@ -235,7 +235,9 @@ def _choose(
             return None
         few = [curves[name] for name in rest]
         found = (
-            uniform_counts(few, left) if scores is None else ranked_counts([scores[name] for name in rest], few, left)
+            uniform_allocation(few, left)
+            if scores is None
+            else global_allocation([scores[name] for name in rest], few, left)
         )
         return {**{name: curves[name].num_components for name in alone}, **dict(zip(rest, found, strict=True))}
 
@@ -282,15 +284,15 @@ def _shrink(
     if curve(rank) == site.params and rank == curve.num_components and site.uses[0].kind != "conv1d":
         return
     found = source(model, site)
-    factors = factorized(found, rank, moments)
+    factors = svd_of_source(found, rank, moments)
     p, q = (nn.Parameter(factor, found.requires_grad) for factor in (factors.p_OR, factors.q_RI))
     curve = replace(curve, num_components=rank)
     matrix = FactorizedMatrix(p, q, Gate(rank), curve)
     kept = torch.arange(rank, device=p.device)
-    if matrix.suffers(kept, None, dtype, by_columns=site.has_embedding):
+    if matrix.pivots_lose_precision(kept, None, dtype, by_columns=site.has_embedding):
         # as many components, most first, as a pair of no more parameters has
-        matrix.costs = replace(curve, pivot=False)
-        kept = kept[: matrix.costs.most(curve(rank))]
+        matrix.cost_curve = replace(curve, pivot=False)
+        kept = kept[: matrix.cost_curve.largest_count(curve(rank))]
     export = matrix.export(kept, None)
     old = found.tensors
     del found, factors, matrix
@@ -304,6 +306,6 @@ def _shrink(
         else:
             become(module, export.as_linear(bias_of(module, use)))
     for tensor in old:
-        drop_pages(tensor)
+        release_mapped_pages(tensor)
     del old
-    trim()
+    release_freed_memory()

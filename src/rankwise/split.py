@@ -369,3 +369,14 @@ def all_split(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def splitting(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """`split`, undone if what follows fails."""
+    undo = split(model, names)
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

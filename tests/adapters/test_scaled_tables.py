@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.plans import find_plan
-from rankwise.core.calibrate import output_weights
+from rankwise.core.calibrate import output_fisher
 from rankwise.modules import scale_of
 from tests.adapters.plan_toys import names, reasons
 
@@ -119,7 +119,7 @@ def test_words_weigh_what_an_error_of_their_unscaled_rows_costs(make: Any) -> No
     model = Words(make(), tied=False)
     alike = Words(nn.Embedding(WORDS, WIDTH), tied=False, outside=SCALE)
     alike.load_state_dict(model.state_dict())
-    found, want = (output_weights(each, find_plan(each), [tokens()], cross_entropy) for each in (model, alike))
+    found, want = (output_fisher(each, find_plan(each), [tokens()], cross_entropy) for each in (model, alike))
     torch.testing.assert_close(found["table"], want["table"])
 
 
@@ -167,9 +167,11 @@ class Wide(ByNumber):
         self.register_buffer("columns", torch.ones(WIDTH))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", [Positions, InOrder, Normed, Dropped, Mixing, Silent, Wide])
-def test_a_table_that_does_anything_else_is_left_out(kind: type[nn.Embedding]) -> None:
-    table = kind() if kind is Wide else kind(WORDS, WIDTH)  # type: ignore[call-arg]
+def test_a_table_that_does_anything_else_is_left_out(kind: type[nn.Embedding], device: str) -> None:
+    with torch.device(device):
+        table = kind() if kind is Wide else kind(WORDS, WIDTH)  # type: ignore[call-arg]
     model = nn.ModuleDict({"table": table, "plain": nn.Linear(4, 4)})
     state = torch.get_rng_state()
     plan = find_plan(model)
@@ -185,3 +187,11 @@ def test_the_scale_is_measured() -> None:
         for scale in (-0.03, 1.0, 25.25):
             assert scale_of(make(scale)) == pytest.approx(scale)
     assert scale_of(Normed(3, 2)) is None
+
+
+@scaled
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_weights_has_the_same_plan(make: Any, tied: bool) -> None:
+    with torch.device("meta"):
+        empty = Words(make(), tied=tied)
+    assert find_plan(empty) == find_plan(Words(make(), tied=tied))

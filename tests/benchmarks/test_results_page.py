@@ -14,7 +14,7 @@ from results_page.comparison import comparison, factorization, measured
 from results_page.figures import figures_of
 from results_page.page import page
 from results_page.records import cells, read_results
-from results_page.sections import cluster_books, gpu_timing, ten_minutes
+from results_page.sections import cluster_parameters, gpu_timing, ten_minutes
 
 from rankwise.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def test_parameters_of_clusters_add_up() -> None:
         "sru.layers.0.projection": [30, 10],
         "sru.layers.1.projection": [40, 20],
     }
-    found = cluster_books(matrices)
+    found = cluster_parameters(matrices)
     assert found == {"words, cluster 1": (100, 60), "words, cluster 2": (50, 5), "layers": (70, 30)}
 
 

@@ -27,7 +27,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, for its record is written to."""
+    """A copy of the finished run, because its record is written to."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 

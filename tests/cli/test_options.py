@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.cli.app import COMMANDS, run
-from rankwise.cli.options import as_text, configured, parse, split
-from rankwise.lab.experiments.fields import settings
+from rankwise.cli.command import configured, parse
+from rankwise.lab.experiments.fields import as_text, settings
 from rankwise.lab.experiments.presets import preset
 from tests.cli.cli_toys import words
 
@@ -29,10 +29,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_settings_are_told_from_options_and_arguments() -> None:
     line = ["demo", "--a.b", "1", "--out", "x", "--c=-2", "--d.e", "-3", "--json", "--f", "--g="]
-    own, given = split(line, ["--out", "--json"])
-    assert own == ["demo", "--out", "x", "--json"]
-    assert given == [("a.b", "1"), ("c", "-2"), ("d.e", "-3"), ("f", None), ("g", "")]
-    assert split(["--a", "1", "--", "--b", "2"], []) == (["--", "--b", "2"], [("a", "1")])
+    options = parse(COMMANDS["run"], line)
+    assert (options.target, options.out, options.json, options.trackers) == ("demo", "x", True, [])
+    assert options.given == [("a.b", "1"), ("c", "-2"), ("d.e", "-3"), ("f", None), ("g", "")]
+    options = parse(COMMANDS["run"], ["--a", "1", "--", "--b"])
+    assert (options.target, options.given) == ("--b", [("a", "1")])
+
+
+def test_options_can_be_repeated_and_written_with_an_equals_sign() -> None:
+    options = parse(COMMANDS["plan"], ["--exclude", "a", "m", "--exclude=b", "--removed=-1"])
+    assert (options.model, options.exclude, options.removed, options.include) == ("m", ["a", "b"], -1.0, None)
+    assert parse(COMMANDS["plan"], ["m"]).exclude == []
 
 
 @pytest.mark.parametrize("name", ["demo", "wikitext-103-sru-flop-l0-50", "enwik8-transformer-xl-agp-80-short"])
@@ -81,15 +88,18 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (["run", "demo", "--method", "flip-l0"], "but is 'flip-l0' instead. Did you mean 'flop-l0'?"),
         (["run", "demo", "--budget.removed", "80"], "but is 80.0 instead. Did you mean removed=0.8?"),
         (["run", "demo", "--out"], "`--out` needs a value."),
+        (["run", "demo", "--json=yes"], "`--json` takes no value, but has 'yes'."),
+        (["export", "nowhere"], "`rankwise export` needs --to FORMAT. See `rankwise export --help`."),
+        (["sample", "-x"], "There is no option `-x` here."),
         (["train"], "`rankwise train` needs PRESET. See `rankwise train --help`."),
         (["prune", "nowhere"], "A run's folder must hold experiment.json, but nowhere does not."),
         (
             ["prune", "nowhere", "--model.width", "3"],
-            "`--model.width` cannot be set here, for the dense model is trained",
+            "`--model.width` cannot be set here, because the dense model is trained",
         ),
         (["evaluate", "nowhere"], "A run's folder must hold experiment.json, but nowhere does not."),
         (["evaluate", "nowhere", "--split", "train"], "`--split` must be one of valid, test, but is 'train' instead."),
-        (["evaluate", "nowhere", "--budget.removed", "1"], "`--budget.removed` cannot be set here, for the model is"),
+        (["evaluate", "nowhere", "--budget.removed", "1"], "`--budget.removed` cannot be set here, because the model"),
         (["sample", "nowhere", "--length", "long"], "`--length` must be a whole number, but is 'long' instead."),
         (["sample", "nowhere", "--topk", "3"], "There is no option `--topk` here. Did you mean '--top-k'?"),
         (["sweep", "demo", "--removed", "0.8,x"], "`--removed` must be a number, but is 'x' instead."),

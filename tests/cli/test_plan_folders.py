@@ -18,7 +18,7 @@ from rankwise.cli.app import run
 from rankwise.hf import save_pretrained
 from rankwise.hf.compress import load_model
 from rankwise.methods import make_method
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import plan_for_method, size_account
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -31,6 +31,7 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "bert-base": lambda: hf.BertModel(hf.BertConfig(**SMALL)),
     "llama-tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
     "llama-bf16": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).to(torch.bfloat16),
+    "gemma": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**DECODER, head_dim=8)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
 }
@@ -76,9 +77,9 @@ def check(got: Any, model: nn.Module) -> None:
 def megabytes_for(model: nn.Module, removed: float) -> float:
     """The bytes of a size, in the dtypes of the loaded model."""
     method = make_method("fac")
-    storage = account_of(model, planned(model, None, method), method, trained=True).storage
+    storage = size_account(model, plan_for_method(model, None, method), method, trained=True).storage
     assert storage is not None
-    return (round(rw.count(model) * (1 - removed)) * storage.itemsize(None) + storage.beside(None)) / 1e6
+    return (round(rw.count(model) * (1 - removed)) * storage.itemsize(None) + storage.other_bytes(None)) / 1e6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,7 +153,7 @@ def test_a_missing_folder_is_refused_before_anyone_asks_the_hub(
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").write_text("")
     for name in (tmp_path / "none", "./none", "../none", "~/none-such", "runs/none", "a/b/none"):
-        assert f"or a name on the hub, but {name} does not exist." in refusal(capsys, name)
+        assert f"or a name on the hub such as org/name, but there is no {str(name)!r}." in refusal(capsys, name)
     assert "but file is a file." in refusal(capsys, "file")
     assert "runs holds none of them" in refusal(capsys, "runs")
 
@@ -161,7 +162,7 @@ def test_a_missing_folder_is_refused_before_anyone_asks_the_hub(
     "change, message",
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized to be planned, but its .* 'gptq'"),
-        ({"quantization_config": {"quant_method": "rankwise", "version": 99}}, "must be version 1 at most"),
+        ({"quantization_config": {"quant_method": "rankwise", "version": 99}}, "at most, but is version 99"),
         ({"model_type": "nothing"}, "or name that transformers can load, but .* is not"),
     ],
 )
@@ -184,4 +185,5 @@ def test_what_is_left_out_is_named_where_a_size_is_out_of_reach(
     plan = answer(capsys, tmp_path / "bert", "--exclude", "word_embeddings")
     (words,) = (each for each in plan["left_out"] if each["name"].endswith("word_embeddings"))
     assert f"The budget must be at least {plan['fixed']:,} parameters" in line
+    assert line.count(words["name"]) == 1
     assert f"Left out of the plan: {words['name']} {words['parameters']:,} ({words['share']:.1%})," in line

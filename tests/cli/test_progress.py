@@ -1,4 +1,4 @@
-"""What a run shows: lines in a log, one living block on a terminal."""
+"""What a run shows: lines in a log, one live bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rankwise.cli import progress, tables
-from rankwise.cli.progress import Block, Figures, Lines, clock
+from rankwise.cli.progress import Bar, Lines, Status, clock
 from rankwise.lab.experiments.arms import Watcher
 
 LINE = {"loss": 1.5, "bits_per_character": 2.164, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 1.0}
@@ -65,68 +65,73 @@ def test_a_run_that_goes_on_says_where(now: list[float]) -> None:
 
 
 def test_time_left_counts_only_what_this_process_did(now: list[float]) -> None:
-    figures = Figures(300, 400)
-    assert figures.seconds_left() is None
+    status = Status(300, 400)
+    assert status.seconds_left() is None
     now[0] += 5
-    figures.step = 310
-    assert figures.seconds_left() == pytest.approx(45)
+    status.step = 310
+    assert status.seconds_left() == pytest.approx(45)
     assert clock(45) == "0:45"
     assert clock(3 * 3600 + 62) == "3:01:02"
 
 
-def test_a_terminal_has_one_block_and_a_line_for_every_phase(now: list[float]) -> None:
+def test_a_terminal_has_one_bar_and_a_line_for_every_phase(now: list[float]) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    block = Block(console)
-    with block:
-        play(block, now)
-        assert shown(block) == "timing"
+    bar = Bar(console)
+    with bar:
+        play(bar, now)
+        assert shown(bar).startswith("timing")
+        assert "reading" not in shown(bar)
     assert isinstance(console.file, io.StringIO)
     written = console.file.getvalue()
     assert "reading enwik8  0:07" in written
     assert "pruning with flop-l0  step 200/400  0:20  2.164 bits per character  valid 1.803" in written
 
 
-def test_the_block_shows_the_last_of_every_figure(now: list[float]) -> None:
-    block = Block(Console(file=io.StringIO(), force_terminal=True, width=120))
-    block.phase("pruning with [flop]")
-    block.read("preparing", 5_000_000, 10_000_000)
-    assert "5.0 of 10.0 MB" in shown(block)
-    block.begin(0, 400)
+def test_the_bar_shows_the_last_of_every_metric(now: list[float]) -> None:
+    bar = Bar(Console(file=io.StringIO(), force_terminal=True, width=120))
+    bar.phase("pruning with [flop]")
+    bar.read("preparing", 5_000_000, 10_000_000)
+    assert "5.0 of 10.0 MB" in shown(bar)
+    bar.read("reading", 7_000_000, None)
+    assert "7.0 MB\n  reading" in shown(bar)
+    assert bar.progress.tasks[0].total is None
+    bar.begin(0, 400)
     now[0] += 10
-    block.report({"step": 100, **LINE, **SIZES})
-    block.report({"step": 100, **VALID})
-    block.advance(200)
-    text = shown(block)
+    bar.report({"step": 100, **LINE, **SIZES})
+    bar.report({"step": 100, **VALID})
+    bar.advance(200)
+    text = shown(bar)
     assert "pruning with [flop]" in text
     assert "200/400" in text
     assert f"2.164 bits per character  valid 1.803  {SHOWN}  0:10 left" in text
 
 
-def shown(block: Block) -> str:
+def shown(bar: Bar) -> str:
     console = Console(file=io.StringIO(), width=150)
-    console.print(block.render())
+    console.print(bar.render())
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().strip().lstrip("-\\|/ ")
+    return console.file.getvalue().strip()
 
 
-def test_only_a_terminal_gets_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.watching() as watcher:
         assert isinstance(watcher, Lines)
     monkeypatch.setattr(progress, "terminal", lambda **_: Console(file=io.StringIO(), force_terminal=True))
     with progress.watching() as watcher:
-        assert isinstance(watcher, Block)
+        assert isinstance(watcher, Bar)
         assert watcher.live.is_started
     assert not watcher.live.is_started
 
 
 def test_colours_are_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert tables.terminal() is None
+    assert not tables.terminal().is_terminal
+    assert tables.terminal().color_system is None
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert tables.terminal() is not None
+    assert tables.terminal().is_interactive
     monkeypatch.setenv("TERM", "dumb")
-    assert tables.terminal() is None
+    assert not tables.terminal().is_interactive
 
 
 def test_a_table_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rankwise.cli import tables
 from rankwise.cli.app import COMMANDS, run
-from rankwise.cli.layout import LEAST, laid_out
+from rankwise.cli.tables import LEAST
 from rankwise.lab.experiments.presets import PRESETS
-from rankwise.lab.report.tables import table
-from tests.cli.cli_toys import words
+from rankwise.lab.report import table
+from tests.cli.cli_toys import cache, words
 
 WIDTHS = [20, 40, 72, 80, 100, 140]
 
@@ -79,6 +80,17 @@ def test_a_run_fits_a_terminal_of_80_columns(shown: Callable[..., list[str]]) ->
     assert sum(line.startswith("flop-l0") for line in lines) == len(found.rows)
 
 
+def drawn(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str], width: int) -> list[list[str]]:
+    """The lines of each of the tables that a wide one is cut into."""
+    console = Console(width=width)
+    found = []
+    for part in tables.tables(header, rows, words, width):
+        with console.capture() as captured:
+            console.print(part, crop=False)
+        found.append(captured.get().splitlines())
+    return found
+
+
 NAMES = st.lists(st.sampled_from(["layer", "10", "attention", "q_proj", "x"]), min_size=1, max_size=6).map(".".join)
 PROSE = st.lists(st.sampled_from(["it", "is", "0.5", "empty", "a.b", "left-out", "1,000"]), max_size=8).map(" ".join)
 FIGURES = st.sampled_from(["", "1.00x", "1,234,567", "1.2345 ± 0.0006", "+9.8%"])
@@ -94,21 +106,20 @@ def test_a_table_keeps_its_width_and_all_its_content(header: list[str], data: st
     names, reasons = (data.draw(st.lists(kind, min_size=number, max_size=number)) for kind in (NAMES, PROSE))
     figures = [[data.draw(FIGURES) for _ in header] for _ in range(number)]
     rows = [[name, *cells, why] for name, cells, why in zip(names, figures, reasons, strict=True)]
-    blocks = laid_out(["name", *header, "why"], rows, ("name", "why"), width)
-    lines = [line for block in blocks for line in (*block.header, *block.body)]
+    found = drawn(["name", *header, "why"], rows, ("name", "why"), width)
+    lines = [line for lines in found for line in lines]
     assert max(map(len, lines)) <= width
     assert all(any(cell in line for line in lines) for cells in figures for cell in cells)
-    letters = Counter("".join("".join(block.body) for block in blocks).replace(" ", ""))
-    # the first column stands in every block
-    repeated = "".join(names) * len(blocks) + "".join("".join(row[1:]) for row in rows)
+    letters = Counter("".join(lines).replace(" ", ""))
+    # the first column stands in every table
+    repeated = "".join(["name", *names]) * len(found) + "".join([*header, "why", *("".join(row[1:]) for row in rows)])
     assert letters == Counter(repeated.replace(" ", ""))
 
 
 def test_decimals_and_ranges_are_never_broken() -> None:
-    (block,) = laid_out(
-        ["name", "why"], [["model.layers.0-29.self_attn", "0.5 is 1,000 times 0.0005"]], ("name", "why"), 28
-    )
-    words = " ".join(block.body).split()
+    rows = [["model.layers.0-29.self_attn", "0.5 is 1,000 times 0.0005"]]
+    (lines,) = drawn(["name", "why"], rows, ("name", "why"), 28)
+    words = " ".join(lines).split()
     assert {"0.5", "1,000", "0.0005"} <= set(words)
     assert any("0-29" in word for word in words)
 
@@ -172,8 +183,8 @@ def test_every_table_fits_80_columns(
     assert fits(lines)
     assert all(any(cell in line for line in lines) for row in table(record).rows for cell in row)
     assert fits(show("train", "demo", *words(place), "--out", "mine"))
-    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60"))
-    assert fits(show("evaluate", "run", "--split", "test"))
+    assert fits(show("prune", "mine", "--budget.removed", "0.6", "--out", "mine-60", *cache(place)))
+    assert fits(show("evaluate", "run", "--split", "test", *cache(place)))
     shutil.copytree(finished, tmp_path / "copy")
     assert fits(show("bench", "copy", "--repeats", "2", "--length", "8", "--batch", "1", "--threads", "1"))
     assert fits(show("presets", "glue"))

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise import Budget, BudgetError, SizeReport, count
-from rankwise.core.budget import Account, CostCurve, Storage
+from rankwise.core.budget import CostCurve, SizeAccount, Storage
 
-ACCOUNT = Account(dense=1000, prunable=900, curves=(CostCurve(10, 90, 900),), storage=Storage(overhead=8))
+ACCOUNT = SizeAccount(dense=1000, prunable=900, curves=(CostCurve(10, 90, 900),), storage=Storage(overhead=8))
 
 
 @given(st.integers(1, 10**12), st.integers(1, 9999))
 def test_removed_is_exact_decimal_arithmetic(dense: int, basis_points: int) -> None:
-    account = Account(dense=dense, prunable=dense, curves=())
+    account = SizeAccount(dense=dense, prunable=dense, curves=())
     limit = Budget(removed=basis_points / 10_000).resolve(account)
     assert limit == dense * (10_000 - basis_points) // 10_000
 

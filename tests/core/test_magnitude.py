@@ -1,4 +1,4 @@
-"""Gradual magnitude pruning: the schedule, what is closed when, and the learned diagonal."""
+"""Gradual magnitude pruning: what is closed when, and the learned diagonal."""
 
 from __future__ import annotations
 
@@ -6,55 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.core.magnitude import GradualPruning
-from rankwise.core.schedules import cubic, linear
+from rankwise.core.optim import cubic
 
 METHODS = ["agp", "flop-agp"]
-SCHEDULES = [linear, cubic]
-lengths = st.integers(1, 10_000)
-
-
-# schedules
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@given(num_steps=lengths, after=st.integers(0, 10_000))
-def test_a_schedule_goes_from_zero_to_one_and_stays(schedule: Any, num_steps: int, after: int) -> None:
-    assert schedule(0, num_steps) == 0
-    assert schedule(num_steps, num_steps) == schedule(num_steps + after, num_steps) == 1
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@given(num_steps=lengths, step=st.integers(0, 20_000))
-def test_a_schedule_never_goes_back(schedule: Any, num_steps: int, step: int) -> None:
-    now, then = schedule(step, num_steps), schedule(step + 1, num_steps)
-    assert 0 <= now <= then <= 1
-    assert now < then or step >= num_steps
-
-
-@given(num_steps=lengths, step=st.integers(0, 10_000))
-def test_linear_is_the_fraction_of_steps(num_steps: int, step: int) -> None:
-    assert linear(step, num_steps) == min(step, num_steps) / num_steps
-
-
-@given(num_steps=lengths, step=st.integers(0, 10_000))
-def test_cubic_leaves_the_cube_of_what_linear_leaves(num_steps: int, step: int) -> None:
-    """Zhu and Gupta (2017): s_t = s_f + (s_0 - s_f) (1 - t / n)^3."""
-    assert 1 - cubic(step, num_steps) == pytest.approx((1 - linear(step, num_steps)) ** 3)
-    assert cubic(step, num_steps) >= linear(step, num_steps)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_ramp_is_at_its_end_at_once(schedule: Any) -> None:
-    assert schedule(0, 0) == schedule(7, 0) == 1
-
-
-# runs
 
 
 def make() -> nn.Sequential:
@@ -147,14 +105,14 @@ def test_the_mask_follows_the_cubic_target(method: str) -> None:
         train(model, pruner, 1)
         account, limit = pruner.account, pruner.limit
         target = account.dense + (limit - account.dense) * cubic(step, 10)
-        assert pruner.controller.target() == max(limit, round(target))
+        assert pruner.controller.target_size() == max(limit, round(target))
         size = pruner.size().expected
         steps = [
             curve(int(gate.kept.sum()) + 1) - curve(int(gate.kept.sum()))
             for curve, gate in zip(account.curves, pruner.controller.gates, strict=True)
             if not gate.kept.all()
         ]
-        assert size <= pruner.controller.target() < size + min(steps)
+        assert size <= pruner.controller.target_size() < size + min(steps)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -183,7 +141,9 @@ def test_the_exported_components_are_those_that_were_trained(method: str) -> Non
     chosen = torch.cat(
         [
             torch.zeros(gate.num_components, dtype=torch.bool).index_fill(0, index, True)
-            for gate, index in zip(pruner.controller.gates, pruner.controller.choose(pruner.limit), strict=True)
+            for gate, index in zip(
+                pruner.controller.gates, pruner.controller.kept_components(pruner.limit), strict=True
+            )
         ]
     )
     assert torch.equal(chosen, kept(pruner))

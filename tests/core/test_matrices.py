@@ -141,7 +141,7 @@ def test_a_layer_is_factored_only_where_that_is_smaller() -> None:
     for k in range(RANK + 1):
         export = gated.export(torch.arange(k), None)
         assert isinstance(export, LowRankExport) == (k * (OUT + IN) < OUT * IN)
-        assert sum(p.numel() for p in export.as_linear(None).parameters()) == gated.curve()(k)
+        assert sum(p.numel() for p in export.as_linear(None).parameters()) == gated.cost_curve(k)
 
 
 def test_tied_exports_share_their_parameters() -> None:

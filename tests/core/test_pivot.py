@@ -69,7 +69,7 @@ def test_a_pivot_export_computes_the_same_and_costs_what_the_curve_says(size: tu
     rows, columns, rank, seed = size
     gated = matrix(draw(rows, rank, seed), draw(rank, columns, seed + 1))
     bias, x = nn.Parameter(draw(rows, 1, seed)[:, 0]), draw(3, columns, seed + 2)
-    weight, cost = gated.weight(), gated.curve()(rank)
+    weight, cost = gated.weight(), gated.cost_curve(rank)
     assert cost <= rows * columns
     kept = torch.arange(rank)
     made = gated.export(kept, None).as_linear(bias)
@@ -129,7 +129,7 @@ def test_half_precision_keeps_the_matrix_within_the_tolerance(seed: int, dtype: 
     pruner.model.to(dtype)
     small = pruner.compact()
     assert rw.count(small) == pruner.size().exported <= pruner.limit
-    kept = pruner.controller.choose(pruner.limit)[0]
+    kept = pruner.controller.kept_components(pruner.limit)[0]
     want = matrix.p[:, kept].double() @ matrix.q[kept].double()
     got = small[1].weight.double() @ small[0].weight.double()
     assert (got - want).norm() <= (ROUNDING if isinstance(small[1], PivotLinear) else 1e-6) * want.norm()

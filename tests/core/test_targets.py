@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankwise as rw
-from rankwise.core.targets import TARGETS, find_target, target_of
+from rankwise.core.targets import TARGETS, device_target, find_target
 from rankwise.modules import PivotLinear
 from tests.models import Spec, batch
 
@@ -56,7 +56,7 @@ def assert_for_cuda(small: nn.Module, plan: rw.Plan, limit: int) -> None:
     assert found
     for shape, full_rank, rank in found:
         assert rank % CUDA.rank_multiple(full_rank) == 0 or rank == full_rank
-        assert rank == full_rank or rank * sum(shape) < CUDA.pays_below * shape[0] * shape[1]
+        assert rank == full_rank or rank * sum(shape) < CUDA.faster_below * shape[0] * shape[1]
 
 
 @pytest.mark.parametrize("removed", [0.1, 0.3, 0.6])
@@ -110,8 +110,8 @@ def test_what_is_asked_for_wins_over_the_target() -> None:
 
 def test_by_default_a_model_is_for_the_device_that_it_is_on() -> None:
     assert find_target(None, make()).name == "cpu"
-    assert target_of(torch.device("cuda:1")) is CUDA
-    assert target_of(torch.device("mps")) is target_of(torch.device("meta")) is TARGETS["cpu"]
+    assert device_target(torch.device("cuda:1")) is CUDA
+    assert device_target(torch.device("mps")) is device_target(torch.device("meta")) is TARGETS["cpu"]
     left = rw.compress(make(), rw.Budget(removed=0.4)).state_dict()
     right = rw.compress(make(), rw.Budget(removed=0.4), target="cpu", rank_multiple=1, layout="pair").state_dict()
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

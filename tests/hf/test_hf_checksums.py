@@ -166,7 +166,7 @@ def test_a_folder_without_the_entry_is_refused(folder: Path) -> None:
     content = json.loads((folder / CONFIG).read_text())
     del content["quantization_config"]
     (folder / CONFIG).write_text(json.dumps(content))
-    with pytest.raises((OSError, ValueError), match="its layers are those of rankwise"):
+    with pytest.raises((OSError, ValueError), match="its layers are those of the package rankwise"):
         load(folder)
 
 

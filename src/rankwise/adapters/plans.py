@@ -14,7 +14,7 @@ from torch import nn
 from rankwise.adapters.layer_kinds import PAIRS, WHOLES, fresh, kind_of, matrix_key, site_of, why_not
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
-from rankwise.errors import PlanError, nearest
+from rankwise.errors import InvalidTypeError, PlanError, nearest
 from rankwise.modules import LowRankHead
 from rankwise.split import all_split
 
@@ -83,7 +83,7 @@ def _chosen(model: nn.Module, word: str, pattern: Pattern, known: Collection[str
     is_name = not isinstance(pattern, str)
     words = [pattern] if isinstance(pattern, str) else pattern
     if not isinstance(words, Iterable) or not all(isinstance(each, str) for each in words):
-        raise TypeError(f"`{word}` must be a string or a list of names, but is {pattern!r} instead.")
+        raise InvalidTypeError(f"`{word}` must be a string or a list of names, but is {pattern!r} instead.")
     every = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: set[str] = set()
     for asked in words:
@@ -123,7 +123,7 @@ def _hint(asked: str, fitting: list[str], known: Collection[str], *, is_name: bo
 def check_ungated(model: nn.Module) -> None:
     """Refuse what is no model, a model that has nothing to prune, and one that is being pruned already."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if next(model.parameters(), None) is None:
         raise PlanError(f"The model must have parameters, but {type(model).__name__} has none.")
     if any(isinstance(module, GatedLayer) for module in model.modules()):

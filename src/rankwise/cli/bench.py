@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankwise.cli.command import Command, Options, Parser, listed, whole_number
+from rankwise.cli.command import Command, Options, Parser, UsageError, listed, one_of
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import print_table, say
 
@@ -44,7 +43,7 @@ def bench(options: Options) -> None:
     print_table(COLUMNS, [_cells(row) for row in rows], words=("engine", "model", "precision"))
     for line in lines:
         say(line)
-    say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls in turn; speed: against the first.")
+    say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
     if kept is not None:
         print(f"Kept in {kept}.")
 
@@ -67,39 +66,42 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _threads(text: str) -> int | str:
-    """A number, or "all"."""
-    if text == "all":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'must be whole numbers or "all", but has {text!r} instead.') from None
+    """Read a number, or "all"."""
+    if text != "all" and not text.removeprefix("-").isdecimal():
+        raise UsageError(f'must be whole numbers or "all", but has {text!r} instead.')
+    return text if text == "all" else int(text)
 
 
 def _arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="of a run, of one of its models, or of a saved model")
-    add("--batch", type=listed(whole_number), default=[1, 16], metavar="NUMBERS", help="with commas (default: 1,16)")
-    add("--threads", type=listed(_threads), default=[1, "all"], metavar="NUMBERS", help="(default: 1,all)")
+    add("target", metavar="FOLDER", help="The folder of a run, of one of its models, or of a saved model.")
+    add("--batch", type=listed(int), default=[1, 16], metavar="NUMBERS", help="Batch sizes with commas. Default: 1,16.")
+    add(
+        "--threads",
+        type=listed(_threads),
+        default=[1, "all"],
+        metavar="NUMBERS",
+        help="Threads. Default: 1,all.",
+    )
     add(
         "--length",
-        type=whole_number,
+        type=int,
         metavar="N",
-        help="tokens of a sequence (default: as in training, or 256 at most)",
+        help="Tokens of a sequence. Default: as in training, or 256 at most.",
     )
-    add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="with commas (default: torch)")
-    add("--repeats", type=whole_number, default=15, metavar="N", help="calls of each model (default: 15)")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
-    add("--json", action="store_true", help="print JSON")
+    add("--engines", type=listed(str), default=["torch"], metavar="NAMES", help="Engines with commas. Default: torch.")
+    add("--repeats", type=int, default=15, metavar="N", help="Calls of each model. Default: 15.")
+    add("--device", type=one_of("cpu", "cuda"), default="cpu", metavar="DEVICE", help="cpu or cuda. Default: cpu.")
+    add("--json", action="store_true", help="Print JSON.")
 
 
 BENCH = Command(
     name="bench",
-    usage="FOLDER [--batch NUMBERS] [--threads NUMBERS | --device cuda] [--length N] [--engines NAMES] [--json]",
     about="Time the dense, the compact and the int8 models of a folder on this machine.",
     details=f"""\
-Models take turns, so that a busy moment meets them all. A compact model that is not faster gets a line that says so.
-The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph (a CUDA graph), onnx, openvino.
+Models take turns, so that a busy moment of the machine slows them all. A compact model that is not faster gets a line
+that says so. The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph (a CUDA graph),
+onnx, openvino.
 
 example: rankwise bench {RUNS}/demo --batch 1 --threads 1""",
     arguments=_arguments,

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.errors import RankwiseError, install_extra
+from rankwise.cli.command import Command, Options, Parser, one_of
+from rankwise.errors import MissingPackageError, RankwiseError, install_extra
 
 if TYPE_CHECKING:
     from rankwise.core.budget import Budget
@@ -36,12 +36,12 @@ def add_arguments(parser: Parser) -> None:
         help="a folder of transformers, of a run or of `rankwise.save`; or a name on the hub",
     )
     add("--out", metavar="FOLDER", required=True, help="where the compressed model is written; it must be new")
-    add("--removed", type=number, metavar="FRACTION", help="budget: fraction of the parameters to remove")
-    add("--params", type=whole_number, metavar="N", help="budget: parameters of the compressed model")
-    add("--megabytes", type=number, metavar="N", help="budget: 10^6 bytes of saved tensors")
+    add("--removed", type=float, metavar="FRACTION", help="budget: fraction of the parameters to remove")
+    add("--params", type=int, metavar="N", help="budget: parameters of the compressed model")
+    add("--megabytes", type=float, metavar="N", help="budget: 10^6 bytes of saved tensors")
     add("--calibration", type=Path, metavar="FILE", help="a text like those the model is for; without it plain SVD")
-    add("--windows", type=whole_number, default=64, metavar="N", help="windows of it that are read (default: 64)")
-    add("--window", type=whole_number, default=256, metavar="N", help="tokens of a window (default: 256)")
+    add("--windows", type=int, default=64, metavar="N", help="windows of it that are read (default: 64)")
+    add("--window", type=int, default=256, metavar="N", help="tokens of a window (default: 256)")
     add(
         "--layout",
         type=one_of("pair", "pivot"),
@@ -107,8 +107,10 @@ def compress(options: Options) -> None:
         else:
             made = _compress_pretrained(options.model, Budget(**given), options.out, settings)
     if options.json:
-        print(json.dumps({"folder": options.out, **dataclasses.asdict(made)}, indent=1))
+        print(json.dumps({"folder": options.out, **dataclasses.asdict(made), "remarks": made.remarks()}, indent=1))
     else:
+        for line in made.remarks():
+            print(line, file=sys.stderr)
         print(f"{options.out}: {'; '.join(_figures(made))}")
 
 
@@ -131,7 +133,7 @@ def _figures(made: Compressed) -> Iterator[str]:
 @contextmanager
 def _listening() -> Iterator[Listener]:
     """What is said of a compression: a bar on a terminal, plain lines elsewhere."""
-    from rankwise.cli.progress import Block, watching
+    from rankwise.cli.progress import Bar, watching
     from rankwise.deploy.compress import Listener
 
     with watching() as watcher:
@@ -140,7 +142,7 @@ def _listening() -> Iterator[Listener]:
             what, said = "", 0.0
 
             def say(self, text: str) -> None:
-                if isinstance(watcher, Block):
+                if isinstance(watcher, Bar):
                     watcher.console.print(text, markup=False, highlight=False)
                 else:
                     print(text, file=sys.stderr, flush=True)
@@ -151,7 +153,7 @@ def _listening() -> Iterator[Listener]:
                     watcher.begin(0, total)
                     self.what, self.said = what, time.monotonic()
                 watcher.advance(done)
-                if not isinstance(watcher, Block) and time.monotonic() - self.said > PATIENCE_SECONDS:
+                if not isinstance(watcher, Bar) and time.monotonic() - self.said > PATIENCE_SECONDS:
                     self.say(f"  {done} of {total}")
                     self.said = time.monotonic()
 
@@ -164,7 +166,7 @@ def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[st
 
         from rankwise.hf.compress import compress_pretrained
     except ImportError:
-        raise ImportError(
+        raise MissingPackageError(
             f"`rankwise compress` needs transformers, which is not installed. {install_extra('hf')}"
         ) from None
     if not sys.stderr.isatty():
@@ -174,7 +176,6 @@ def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[st
 
 COMPRESS = Command(
     name="compress",
-    usage="MODEL --removed FRACTION [--calibration FILE] --out FOLDER ...",
     about="Make a model smaller at once, without training.",
     details="""\
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the

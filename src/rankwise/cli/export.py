@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.command import Command, Options, Parser, one_of, whole_number
+from rankwise.cli.command import Command, Options, Parser, one_of
 from rankwise.cli.tables import print_table, say
 
 if TYPE_CHECKING:
@@ -95,14 +95,13 @@ def add_arguments(parser: Parser) -> None:
     add("--int8", action="store_true", help="matrices of 8 bits (onnx and openvino)")
     add("--out", metavar="FOLDER", help="a new folder (default: FOLDER-FORMAT, here)")
     add("--dense", metavar="FOLDER", help="the model before, to be timed on the same engine")
-    add("--batch", type=whole_number, default=2, metavar="N", help="of the example (default: 2; 1 fixes the batch)")
-    add("--length", type=whole_number, default=128, metavar="N", help="tokens of the example (default: 128)")
+    add("--batch", type=int, default=2, metavar="N", help="of the example (default: 2; 1 fixes the batch)")
+    add("--length", type=int, default=128, metavar="N", help="tokens of the example (default: 128)")
     add("--json", action="store_true", help="print JSON")
 
 
 EXPORT = Command(
     name="export",
-    usage="FOLDER --to onnx|openvino|pt2 [--int8] [--out FOLDER] [--dense FOLDER] ...",
     about="Write a model for ONNX Runtime, OpenVINO or torch.export, and time it there.",
     details="""\
 Its outputs are compared with the model's first; where they differ, nothing is written.

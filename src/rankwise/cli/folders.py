@@ -80,6 +80,8 @@ def open_empty(target: str) -> tuple[nn.Module, list[str]]:
         return load_empty(folder), []
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise _holds_none(folder)
+    if folder.is_file():
+        raise CheckpointError(f"MODEL must be a folder or a name on the hub, but {folder} is a file.")
     from rankwise.hf.skeleton import empty_model
 
     return empty_model(target), [ASSUMED]

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live block on a terminal, plain lines elsewhere. All of it on stderr."""
+"""What a run shows while it goes on: a live bar on a terminal, plain lines elsewhere. All of it goes to stderr."""
 
 from __future__ import annotations
 
@@ -6,61 +6,63 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from rankwise.cli.tables import terminal
 from rankwise.lab.experiments.arms import Watcher
-from rankwise.lab.report.tables import MEASURES
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+from rankwise.lab.report import MEASURES
 
 PATIENCE_SECONDS = 5.0
-"""Between two plain lines on one and the same download."""
-NOTHING: tuple[str, int, int | None] = ("", 0, None)
-"""Is being read."""
+"""The least time between two plain lines about one download."""
 
 
 @contextmanager
 def watching() -> Iterator[Watcher]:
-    """A watcher for as long as an experiment runs."""
+    """A watcher that shows an experiment while it runs."""
     console = terminal(stderr=True)
-    if console is None:
+    if not console.is_interactive:
         yield Lines(sys.stderr)
         return
-    block = Block(console)
-    with block:
-        yield block
+    bar = Bar(console)
+    with bar:
+        yield bar
 
 
-class Figures:
+class Status:
     """How far a training is, and how well it goes."""
 
     def __init__(self, step: int, num_steps: int) -> None:
         self.first, self.step, self.num_steps = step, step, num_steps
         self.began = time.monotonic()
         self.last: dict[str, Any] = {}
-        """The last of every figure."""
+        """The last value of every metric."""
 
     def update(self, line: Mapping[str, Any]) -> None:
         self.step = line["step"]
         self.last |= line
 
     def seconds_left(self) -> float | None:
-        """As long as the steps so far took, evaluations included; None before the first."""
+        """The time that is left at the speed of this process, evaluations included; None before the first step."""
         taken = self.step - self.first
         return (time.monotonic() - self.began) / taken * (self.num_steps - self.step) if taken > 0 else None
 
     def words(self, line: Mapping[str, Any]) -> str:
-        """A line of metrics, or the last of every figure, and the time that is left."""
+        """A line of metrics in words, and the time that is left."""
+        found = [f"loss {line['loss']:.3f}"] if "loss" in line else []
+        found += _quality(line)
+        if "expected_size" in line:
+            found.append(f"size {line['expected_size']:,.0f} (target {line['target_size']:,.0f})")
+        if "tokens_per_second" in line:
+            found.append(f"{line['tokens_per_second']:,.0f} tokens/s")
         left = self.seconds_left()
-        ending = [f"{clock(left)} left"] if left is not None and self.step < self.num_steps else []
-        return "  ".join([*_training(line), *_quality(line), *_size_and_speed(line), *ending])
-
-
-def _training(line: Mapping[str, Any]) -> Iterator[str]:
-    if "loss" in line:
-        yield f"loss {line['loss']:.3f}"
+        if left is not None and self.step < self.num_steps:
+            found.append(f"{clock(left)} left")
+        return "  ".join(found)
 
 
 def _quality(line: Mapping[str, Any]) -> Iterator[str]:
@@ -72,19 +74,12 @@ def _quality(line: Mapping[str, Any]) -> Iterator[str]:
             yield f"valid {line[f'valid_{measure}']:.3f}"
 
 
-def _size_and_speed(line: Mapping[str, Any]) -> Iterator[str]:
-    if "expected_size" in line:
-        yield f"size {line['expected_size']:,.0f} (target {line['target_size']:,.0f})"
-    if "tokens_per_second" in line:
-        yield f"{line['tokens_per_second']:,.0f} tokens/s"
-
-
 class Lines(Watcher):
-    """One line for every event that is worth one."""
+    """A plain line for every phase, every report, and now and then for a download."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.figures: Figures | None = None
+        self.status = Status(0, 0)
         self.said = 0.0
 
     def phase(self, title: str) -> None:
@@ -97,94 +92,88 @@ class Lines(Watcher):
             self.said = time.monotonic()
 
     def begin(self, step: int, num_steps: int) -> None:
-        self.figures = Figures(step, num_steps)
+        self.status = Status(step, num_steps)
         if 0 < step < num_steps:
             self._say(f"  going on after step {step} of {num_steps}")
 
     def report(self, line: Mapping[str, Any]) -> None:
-        assert self.figures is not None
-        self.figures.update(line)
-        self._say(f"  step {line['step']}/{self.figures.num_steps}  {self.figures.words(line)}")
+        self.status.update(line)
+        self._say(f"  step {line['step']}/{self.status.num_steps}  {self.status.words(line)}")
 
     def _say(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
 
 
-class Block(Watcher):
-    """One block that is drawn anew a few times a second; each phase leaves a line behind."""
+class Bar(Watcher):
+    """A bar for the phase that runs, with the last metrics below it. Each finished phase leaves a line."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-        from rich.spinner import Spinner
-
+        texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[amount]")]
         self.console = console
-        self.title = ""
+        self.status: Status | None = None
         self.began = time.monotonic()
-        self.figures: Figures | None = None
-        self.reading = NOTHING
-        self.spinner = Spinner("line")
+        self.progress = Progress(texts[0], BarColumn(30), texts[1], console=console)
+        self._clear()
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=5, transient=True)
 
-    def __enter__(self) -> Block:
+    def __enter__(self) -> Bar:
         self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave_line()
+        self._finish_phase()
         self.live.stop()
 
     def phase(self, title: str) -> None:
-        self._leave_line()
-        self.title, self.began = title, time.monotonic()
+        self._finish_phase()
+        self.began = time.monotonic()
+        self.progress.update(self.task, description=title, visible=True)
 
     def read(self, what: str, done: int, total: int | None) -> None:
-        self.reading = what, done, total
+        # `update` would keep the total of what was read before, where there is none now
+        self.progress.tasks[0].total = total
+        self.progress.update(self.task, completed=done, amount=amount(done, total), below=what)
 
     def begin(self, step: int, num_steps: int) -> None:
-        self.figures = Figures(step, num_steps)
+        self.status = Status(step, num_steps)
+        self.progress.update(self.task, total=num_steps)
+        self.advance(step)
 
     def advance(self, step: int) -> None:
-        if self.figures is not None:
-            self.figures.step = step
+        if self.status is not None:
+            self.status.step = step
+            self.progress.update(self.task, completed=step, amount=f"{step}/{self.status.num_steps}")
 
     def report(self, line: Mapping[str, Any]) -> None:
-        if self.figures is not None:
-            self.figures.update(line)
-
-    def _leave_line(self) -> None:
-        """What remains of a phase when another begins."""
-        title, figures, took = self.title, self.figures, clock(time.monotonic() - self.began)
-        self.title, self.figures, self.reading = "", None, NOTHING
-        # first the block goes, or the line would stand above a stale one
-        self.live.refresh()
-        if figures is not None:
-            words = [title, f"step {figures.step}/{figures.num_steps}", took, *_quality(figures.last)]
-            self.console.print("  ".join(words), markup=False, highlight=False)
-        elif title:
-            self.console.print(f"{title}  {took}", markup=False, highlight=False)
+        if self.status is not None:
+            self.status.update(line)
 
     def render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+        """The bar, and a line below it. Another thread draws it."""
+        status = self.status
+        below = status.words(status.last) if status else "".join(t.fields["below"] for t in self.progress.tasks)
+        return Group(self.progress.get_renderable(), *([Text(f"  {below}")] if below else []))
 
-        # another thread draws: what it needs is read once
-        figures, (what, done, total) = self.figures, self.reading
-        below, beside = what, amount(done, total)
-        if figures is not None:
-            done, total, below = figures.step, figures.num_steps, figures.words(figures.last)
-            beside = f"{done}/{total}"
-        elif not total:
-            self.spinner.update(text=Text("  ".join(filter(None, [self.title, what, beside if what else ""]))))
-            return self.spinner if self.title else Text()
-        row = Table.grid(padding=(0, 1))
-        row.add_row(Text(self.title), ProgressBar(total=total, completed=done, width=30), Text(beside))
-        return Group(row, Text(f"  {below}"))
+    def _clear(self) -> None:
+        for task in self.progress.task_ids:
+            self.progress.remove_task(task)
+        self.task = self.progress.add_task("", total=None, amount="", below="", visible=False)
+        self.status = None
+
+    def _finish_phase(self) -> None:
+        status, words = self.status, [clock(time.monotonic() - self.began)]
+        if status is not None:
+            words = [f"step {status.step}/{status.num_steps}", *words, *_quality(status.last)]
+        titles = [task.description for task in self.progress.tasks if task.visible]
+        self._clear()
+        # the bar goes first, or the line would stand above a stale one
+        self.live.refresh()
+        for title in titles:
+            self.console.print("  ".join([title, *words]), markup=False, highlight=False)
 
 
 def amount(done: int, total: int | None) -> str:
-    """Bytes, in megabytes."""
+    """Bytes in megabytes."""
     return f"{done / 1e6:.1f}" + ("" if total is None else f" of {total / 1e6:.1f}") + " MB"
 
 

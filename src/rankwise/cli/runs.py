@@ -1,18 +1,27 @@
-"""`rankwise run`, `train`, `prune` and `sweep`: what trains. The same command again goes on where it was stopped."""
+"""`rankwise run`, `train`, `prune` and `sweep`: the commands that train.
+
+A command that was stopped goes on from there when it is given again.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.command import Command, Options, Parser, UsageError, listed, number, whole_number
-from rankwise.cli.options import configured, refuse_settings
-from rankwise.cli.report import show_record
-from rankwise.cli.tables import print_table
-from rankwise.lab.report.tables import MEASURES, SHARES
+from rankwise.cli.command import (
+    Command,
+    Options,
+    Parser,
+    UsageError,
+    configured,
+    listed,
+    refuse_settings,
+)
+from rankwise.cli.report import show
+from rankwise.lab.report import row_table, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.corpus import Corpus
@@ -24,7 +33,7 @@ DEMO = "demo"
 RUNS = Path("runs")
 SETTINGS = """\
 Every setting of the preset can be changed: `--SETTING VALUE` or `--SETTING=VALUE`. {how} lists them.
-Ctrl-C stops it; the same command again goes on from there."""
+Ctrl-C stops the run; the same command again goes on from there."""
 
 
 def of_preset(options: Options) -> AnyExperiment:
@@ -36,24 +45,16 @@ def of_preset(options: Options) -> AnyExperiment:
 def of_base(options: Options) -> AnyExperiment:
     from rankwise.lab.experiments.folder import read_experiment
 
-    # beside the base stands the experiment that it was trained for, with its method and its size
+    # the folder above holds the experiment that the base was trained for, with its method and its size
     return read_experiment(base_folder(options).parent)
 
 
 def base_folder(options: Options) -> Path:
-    """The folder with the dense model itself, whether it was named or the one it is in."""
+    """The folder of the dense model, whether it was given itself or the folder above."""
     from rankwise.lab.experiments.folder import BASE
 
     folder = Path(options.target)
     return folder if folder.resolve().name == BASE else folder / BASE
-
-
-def _add_common(parser: Parser, default: str) -> None:
-    parser.add_argument("--out", metavar="FOLDER", help=f"where everything is written (default: {default})")
-    parser.add_argument(
-        "--trackers", type=listed(str), default=[], metavar="NAMES", help="that Accelerate knows, such as tensorboard"
-    )
-    parser.add_argument("--json", action="store_true", help="print the record as JSON")
 
 
 def run(options: Options) -> None:
@@ -134,7 +135,7 @@ def _grid(options: Options, experiment: AnyExperiment) -> tuple[list[str], list[
 
 
 def _of_text(experiment: AnyExperiment, command: str) -> Experiment:
-    """Refuse what is run whole."""
+    """The experiment, unless it is one that only `run` and `sweep` know."""
     from rankwise.lab.experiments.config import Experiment
 
     if not isinstance(experiment, Experiment):
@@ -160,7 +161,7 @@ def _show(options: Options, record: Mapping[str, Any], folder: Path) -> None:
     if options.json:
         print(json.dumps(record, indent=1))
         return
-    show_record(record)
+    show(table(record))
     print(f"\nAll of it is in {folder}: record.json, and a folder for each model.")
 
 
@@ -168,81 +169,75 @@ def _show_row(options: Options, row: Mapping[str, Any], folder: Path) -> None:
     if options.json:
         print(json.dumps(row, indent=1))
         return
-    columns = {"": row["name"], "parameters": f"{row['parameters']:,}"}
-    for share, words in SHARES.items():
-        if share == "removed" or row[share] != row["removed"]:
-            columns[words] = f"{row[share]:.1%}"
-    for split in ("valid", "test"):
-        for measure, words in MEASURES.items():
-            if measure in row[split]:
-                columns[f"{split} {words}"] = f"{row[split][measure]:.4f}"
-    print_table(list(columns), [list(columns.values())], words=("",))
+    show(row_table(row))
     print(f"\nThe model is in {folder}.")
 
 
-def _run_arguments(parser: Parser) -> None:
-    parser.add_argument("target", metavar="PRESET", nargs="?", help=f"see `rankwise presets` (default: {DEMO})")
-    _add_common(parser, "runs/PRESET, with GLUE runs/PRESET-TASK")
+def _arguments(
+    metavar: str, about: str, out: str, *, nargs: str = "", sweeps: bool = False
+) -> Callable[[Parser], None]:
+    """The arguments of a command that trains; `out` says where it writes by default."""
 
+    def add_arguments(parser: Parser) -> None:
+        add = parser.add_argument
+        add("target", metavar=metavar, nargs=nargs, help=about)
+        if sweeps:
+            preset = "Default: as in the preset."
+            add("--methods", type=listed(str), metavar="NAMES", help=f"Methods with commas: flop-l0,fac. {preset}")
+            add("--removed", type=listed(float), metavar="FRACTIONS", help=f"Sizes with commas: 0.7,0.8. {preset}")
+            add("--seeds", type=listed(int), metavar="NUMBERS", help=f"Seeds with commas: 0,1,2. {preset}")
+        add("--out", metavar="FOLDER", help=f"Where everything is written. Default: {out}.")
+        trackers = "Trackers that Accelerate knows, with commas, such as tensorboard."
+        add("--trackers", type=listed(str), default=[], metavar="NAMES", help=trackers)
+        add("--json", action="store_true", help="Print the record as JSON.")
 
-def _train_arguments(parser: Parser) -> None:
-    parser.add_argument("target", metavar="PRESET", help="see `rankwise presets`")
-    _add_common(parser, "runs/PRESET")
-
-
-def _prune_arguments(parser: Parser) -> None:
-    parser.add_argument("target", metavar="BASE", help="the folder that `rankwise train` wrote to")
-    _add_common(parser, "runs/PRESET-METHOD")
-
-
-def _sweep_arguments(parser: Parser) -> None:
-    parser.add_argument("target", metavar="PRESET", help="see `rankwise presets`")
-    as_there = "(default: as in the preset)"
-    add = parser.add_argument
-    add("--methods", type=listed(str), metavar="NAMES", help=f"with commas: flop-l0,fac {as_there}")
-    add("--removed", type=listed(number), metavar="FRACTIONS", help=f"with commas: 0.7,0.8 {as_there}")
-    add("--seeds", type=listed(whole_number), metavar="NUMBERS", help=f"with commas: 0,1,2 {as_there}")
-    _add_common(parser, "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep")
+    return add_arguments
 
 
 RUN = Command(
     name="run",
-    usage="[PRESET] [--out FOLDER] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Train, prune, compact, evaluate, time and report in one go.",
     details=SETTINGS.format(how="`rankwise run PRESET --help`")
     + "\n\nexample: rankwise run demo --budget.removed 0.9 --both.steps 300 --out runs/smaller",
-    arguments=_run_arguments,
+    arguments=_arguments(
+        "PRESET",
+        f"A name that `rankwise presets` lists. Default: {DEMO}.",
+        "runs/PRESET, with GLUE runs/PRESET-TASK",
+        nargs="?",
+    ),
     run=run,
     experiment=of_preset,
 )
 TRAIN = Command(
     name="train",
-    usage="PRESET [--out FOLDER] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Train the dense model of a preset, to be pruned later.",
     details=SETTINGS.format(how="`rankwise train PRESET --help`") + "\n\nexample: rankwise train demo --out runs/mine",
-    arguments=_train_arguments,
+    arguments=_arguments("PRESET", "A name that `rankwise presets` lists.", "runs/PRESET"),
     run=train,
     experiment=of_preset,
 )
 PRUNE = Command(
     name="prune",
-    usage="BASE [--out FOLDER] [--method NAME] [--SETTING VALUE ...] [--json] [--trackers NAMES]",
     about="Prune a dense model that was trained before.",
     details=SETTINGS.format(how="`rankwise prune BASE --help`")
-    + "\nIts text is found as by `rankwise evaluate`: one of your own that the cache does not hold is named again, by\n"
-    "--corpus.name FILE." + "\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
-    arguments=_prune_arguments,
+    + "\nIts text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by "
+    "--corpus.name FILE.\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
+    arguments=_arguments("BASE", "The folder that `rankwise train` wrote to.", "runs/PRESET-METHOD"),
     run=prune,
     experiment=of_base,
 )
 SWEEP = Command(
     name="sweep",
-    usage="PRESET [--methods NAMES] [--removed FRACTIONS] [--seeds NUMBERS] [--out FOLDER] [--SETTING VALUE ...]",
     about="Run many methods, sizes and seeds that share their dense models.",
     details=SETTINGS.format(how="`rankwise sweep PRESET --help`")
-    + "\nOf language models a dense control is trained with every seed, and the others are compared with it."
+    + "\nWith every seed of a language model, a dense control is trained that the others are compared with."
     "\n\nexample: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2",
-    arguments=_sweep_arguments,
+    arguments=_arguments(
+        "PRESET",
+        "A name that `rankwise presets` lists.",
+        "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep",
+        sweeps=True,
+    ),
     run=sweep,
     experiment=of_preset,
 )

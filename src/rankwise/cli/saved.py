@@ -1,25 +1,24 @@
-"""`rankwise evaluate` and `rankwise sample`: what uses the model that a run exported."""
+"""`rankwise evaluate` and `rankwise sample`: the commands that use the model of a run."""
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rankwise.cli.command import Command, Options, Parser, number, one_of, whole_number
-from rankwise.cli.options import configured, refuse_settings
+from rankwise.cli.command import (
+    Command,
+    Options,
+    Parser,
+    configured,
+    one_of,
+    refuse_settings,
+)
 from rankwise.cli.runs import RUNS
 from rankwise.cli.tables import say
 
 if TYPE_CHECKING:
-    from rankwise.lab.data.corpus import Corpus
-    from rankwise.lab.data.vocabulary import Vocabulary
-    from rankwise.lab.experiments.arms import AnyExperiment, Watcher
-    from rankwise.lab.experiments.config import CorpusConfig
-    from rankwise.lab.experiments.folder import Exported
+    from rankwise.lab.experiments.arms import AnyExperiment
 
 CHANGEABLE = ("corpus", "training")
 PROMPT = "The "
@@ -37,6 +36,7 @@ def evaluate(options: Options) -> None:
     from rankwise.lab.experiments.config import Experiment
     from rankwise.lab.experiments.folder import load_run
     from rankwise.lab.experiments.pipeline import quality_of
+    from rankwise.lab.experiments.sample import text_for
 
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
     found = load_run(Path(options.target))
@@ -44,7 +44,7 @@ def evaluate(options: Options) -> None:
     assert isinstance(experiment, Experiment)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.corpus.name}")
-        corpus = _read(experiment.corpus, found, dict(options.given), options.split, watcher)
+        corpus = text_for(found, experiment.corpus, dict(options.given), options.split, watcher.read)
         watcher.phase(f"evaluating {found.folder}")
         quality = quality_of(found.model, corpus, options.split, experiment.training)
     parameters = count(found.model)
@@ -56,90 +56,39 @@ def evaluate(options: Options) -> None:
         say(f"{found.folder}: {parameters:,} parameters, {options.split} {quality.value:.4f} {measure}")
 
 
-def _read(config: CorpusConfig, of: Exported, given: Collection[str], split: str, watcher: Watcher) -> Corpus:
-    """The corpus, with its split in the numbers of the model's vocabulary."""
-    from rankwise.lab.data.sources import NAMES
-    from rankwise.lab.experiments.folder import load_text
-
-    own, vocabulary = of.experiment.corpus, of.vocabulary
-    if config.name not in NAMES and config.unit is None:
-        config = replace(config, unit="word" if vocabulary.kind == "word" else "character")
-    elif config.name in NAMES and (config.unit, config.min_count) == (own.unit, own.min_count):
-        # how the model's own text was split
-        config = replace(config, unit=None, min_count=None)
-    corpus = load_text(config, given, of.fingerprint, watcher.read)
-    if corpus.vocabulary == vocabulary:
-        return corpus
-    if config.unit == "word":
-        # which words are known is for the model's vocabulary to say
-        corpus = replace(config, min_count=0).load(watcher.read)
-    read: Any = {split: vocabulary.renumber(getattr(corpus, split), corpus.vocabulary)}
-    return replace(corpus, vocabulary=vocabulary, **read)
-
-
 def sample(options: Options) -> None:
     from rankwise.lab.experiments.folder import load_run
-    from rankwise.lab.experiments.sample import sample as draw
+    from rankwise.lab.experiments.sample import default_prompt, sample, spelled
 
     found = load_run(Path(options.target))
-    prompt = _beginning(found.vocabulary) if options.prompt is None else options.prompt
-    numbers = draw(
-        found.model,
-        found.vocabulary,
-        prompt,
-        length=options.length,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-    )
-    # the first number is drawn before anything is printed: a wrong prompt gets its line alone
+    prompt = default_prompt(found.vocabulary, PROMPT) if options.prompt is None else options.prompt
+    settings = {name: getattr(options, name) for name in ("length", "temperature", "top_k", "seed")}
+    numbers = sample(found.model, found.vocabulary, prompt, **settings)
+    # the first token is drawn before anything is printed, so that a wrong prompt gets its error line alone
     for place, piece in enumerate(spelled(found.vocabulary, prompt, numbers)):
         print(piece if place else prompt + piece, end="", flush=True)
     print()
 
 
-def _beginning(vocabulary: Vocabulary) -> str:
-    """Where none is given: `PROMPT`, or the most frequent token of a text without its letters."""
-    known = vocabulary.numbers
-    if vocabulary.kind == "word":
-        return PROMPT.strip() if PROMPT.strip().encode() in known else vocabulary.decode([0])
-    return PROMPT if all(letter.encode() in known for letter in PROMPT) else vocabulary.decode([0])
-
-
-def spelled(vocabulary: Vocabulary, prompt: str, numbers: Iterable[int]) -> Iterator[str]:
-    """Text that goes on from the prompt, as its numbers come."""
-    if vocabulary.kind != "word":
-        # a character may be several bytes, and so several numbers
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        yield from (decoder.decode(vocabulary.tokens[number]) for number in numbers)
-        yield decoder.decode(b"", final=True)
-        return
-    last = vocabulary.encode(prompt)[-1:]
-    for one in numbers:
-        yield vocabulary.decode([*last, one])[len(vocabulary.decode(last)) :]
-        last = [one]
-
-
 def _evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="of a run, or of one of its models")
-    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid (default) or test")
-    add("--json", action="store_true", help="print JSON")
+    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
+    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid, the default, or test.")
+    add("--json", action="store_true", help="Print JSON.")
 
 
 def _sample_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("target", metavar="FOLDER", help="of a run, or of one of its models")
-    add("--prompt", metavar="TEXT", help=f"what the text begins with (default: {PROMPT!r}, if it can be written)")
-    add("--length", type=whole_number, default=500, metavar="N", help="tokens to draw (default: 500)")
-    add("--temperature", type=number, default=0.8, metavar="T", help="0 takes the likeliest (default: 0.8)")
-    add("--top-k", type=whole_number, metavar="K", help="draw from the K likeliest tokens only")
-    add("--seed", type=whole_number, default=0, metavar="N", help="another number, another text (default: 0)")
+    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
+    add("--prompt", metavar="TEXT", help=f"What the text begins with. Default: {PROMPT!r}, if the model can write it.")
+    add("--length", type=int, default=500, metavar="N", help="Tokens to draw. Default: 500.")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest token. Default: 0.8.")
+    add("--top-k", type=int, metavar="K", help="Draw only from the K likeliest tokens.")
+    add("--seed", type=int, default=0, metavar="N", help="Another number gives another text. Default: 0.")
 
 
 EVALUATE = Command(
     name="evaluate",
-    usage="FOLDER [--split valid|test] [--corpus.SETTING VALUE ...] [--json]",
     about="Measure how well a model of a run predicts a text.",
     details=f"""\
 The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
@@ -154,7 +103,6 @@ example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
 )
 SAMPLE = Command(
     name="sample",
-    usage="FOLDER [--prompt TEXT] [--length N] [--temperature T] [--top-k K] [--seed N]",
     about="Let a model of a run write text.",
     details=f"example: rankwise sample {RUNS}/demo --prompt 'The function ' --temperature 0.7",
     arguments=_sample_arguments,

@@ -1,1 +1,1 @@
-"""The paper, on torch alone: gates, gated matrices, budgets and what moves the gates. Names no model."""
+"""The paper, on torch alone: gates, the Lagrangian, budgets and exports. README.md of this folder is the map."""

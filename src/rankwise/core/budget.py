@@ -1,4 +1,4 @@
-"""Budgets: the size asked for, and the books that are kept of a model's size.
+"""Budgets: the size asked for, and what a model costs at each choice of ranks.
 
 Paper: section 4.3 (t, the target size) and the compression convention of section 5 (`of="prunable"`).
 """
@@ -10,12 +10,14 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import BudgetError, OutOfReachError
+from rankwise.errors import BudgetError, InvalidTypeError, OutOfReachError
+
+_Number = TypeVar("_Number", int, Tensor)
 
 
 def count(model: nn.Module) -> int:
@@ -28,7 +30,7 @@ class CostCurve:
     """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense).
 
     In the pivot layout (`rankwise.core.pivot`) k components cost k * (per_component - k): the more there are, the less
-    a further one costs, and all of them cost what the dense matrix does.
+    another one costs, and all of them cost as much as the dense matrix.
     """
 
     num_components: int
@@ -36,76 +38,76 @@ class CostCurve:
     cap: int
     pivot: bool = False
     multiple: int = 1
-    """An export keeps a multiple of so many components, or all of them."""
+    """An export keeps a multiple of this number of components, or all of them."""
     dense_from: int | None = None
-    """Parameters from which low rank does not pay, and the matrix is exported dense. Default: `cap`."""
+    """Parameters from which low rank is slower than dense, so that the matrix is exported dense. Default: `cap`."""
 
     def __call__(self, k: int) -> int:
+        """Parameters of the matrix exported with k components."""
         assert 0 <= k <= self.num_components
-        if self.pivot:
-            # at the top of the parabola the cap is reached
-            k = min(k, self.per_component // 2)
-        low_rank = k * (self.per_component - k * self.pivot)
+        low_rank = self._low_rank(min(k, self._peak))
         return low_rank if low_rank < self.threshold else self.cap
 
     def costs(self, k: Tensor) -> Tensor:
-        """The cost of each of many ranks."""
-        low_rank = self._low_rank(k)
+        """The parameters at each of many numbers of components."""
+        low_rank = self._low_rank(k.clamp(max=self._peak))
         return torch.where(low_rank < self.threshold, low_rank, self.cap)
 
     @property
     def threshold(self) -> int:
-        """Parameters of low rank from which the matrix is dense."""
+        """Parameters of low rank from which the matrix is exported dense."""
         return self.cap if self.dense_from is None else self.dense_from
-
-    def stops(self) -> Tensor:
-        """The numbers of components that an export may keep, ascending, zero not among them.
-
-        A step to the next one is what a choice takes or leaves: from low rank to dense it is a single one.
-        """
-        stops = torch.arange(self.multiple, self.num_components + self.multiple, self.multiple)
-        stops = stops.clamp(max=self.num_components)
-        low_rank = self._low_rank(stops)
-        between = (low_rank >= self.threshold) & (low_rank < self.cap) & (stops < self.num_components)
-        return stops[~between]
-
-    def next_stop(self, k: int) -> int:
-        """The least number of components beyond `k`, a stop, at which all that cost nothing more are kept."""
-        after = min(k + self.multiple, self.num_components)
-        return self.num_components if self(after) == self.cap else after
-
-    def most(self, room: int) -> int:
-        """The most components that an export may keep in `room` parameters."""
-        stops = self.stops()
-        fitting = stops[self.costs(stops) <= room]
-        return int(fitting[-1]) if len(fitting) else 0
-
-    def _low_rank(self, k: Tensor) -> Tensor:
-        """Parameters of k components that are not multiplied out."""
-        if not self.pivot:
-            return k * self.per_component
-        k = k.clamp(max=self.per_component // 2)
-        return k * (self.per_component - k)
 
     @property
     def full(self) -> int:
-        """The cost of keeping everything."""
+        """The cost of keeping every component."""
         return self(self.num_components)
+
+    def allowed_counts(self) -> Tensor:
+        """The numbers of components that an export may keep, ascending, without zero.
+
+        Between low rank and dense there is none: an allocation takes that step as a whole.
+        """
+        counts = torch.arange(self.multiple, self.num_components + self.multiple, self.multiple)
+        counts = counts.clamp(max=self.num_components)
+        low_rank = self._low_rank(counts.clamp(max=self._peak))
+        between = (low_rank >= self.threshold) & (low_rank < self.cap) & (counts < self.num_components)
+        return counts[~between]
+
+    def next_count(self, k: int) -> int:
+        """The allowed count after `k`; all components where the matrix becomes dense there."""
+        after = min(k + self.multiple, self.num_components)
+        return self.num_components if self(after) == self.cap else after
+
+    def largest_count(self, room: int) -> int:
+        """The most components that an export may keep in `room` parameters."""
+        counts = self.allowed_counts()
+        fitting = counts[self.costs(counts) <= room]
+        return int(fitting[-1]) if len(fitting) else 0
+
+    @property
+    def _peak(self) -> int:
+        """The number of components beyond which the cost no longer rises."""
+        return self.per_component // 2 if self.pivot else self.num_components
+
+    def _low_rank(self, k: _Number) -> _Number:
+        """Parameters of k components that are not multiplied out."""
+        return k * (self.per_component - k * self.pivot)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What a model's tensors are saved as."""
+    """How a model's tensors are saved, for budgets in megabytes."""
 
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
-    """Of the parameters."""
+    """The dtypes of the parameters."""
     buffers: tuple[tuple[int, torch.dtype], ...] = ()
-    """Number of elements and dtype of each."""
+    """The number of elements and the dtype of each saved buffer."""
     overhead: int = 0
-    """Bytes that exported matrices save beside their parameters."""
+    """Bytes that exported matrices save in addition to their parameters, such as the positions of pivots."""
 
     def itemsize(self, dtype: torch.dtype | None) -> int:
-        """Bytes of one parameter exported in `dtype`, or in its own."""
+        """Bytes of one parameter exported in `dtype`, or in the model's own dtype if None."""
         if dtype is None and len({own.itemsize for own in self.dtypes}) > 1:
             raise BudgetError(
                 "`megabytes` needs one export dtype, but the model's parameters are of "
@@ -114,8 +116,8 @@ class Storage:
             )
         return (dtype or next(iter(self.dtypes))).itemsize
 
-    def beside(self, dtype: torch.dtype | None) -> int:
-        """Bytes of what is saved beside the parameters."""
+    def other_bytes(self, dtype: torch.dtype | None) -> int:
+        """Bytes of all that is saved besides the parameters."""
         sizes = (
             n * (dtype if dtype is not None and own.is_floating_point else own).itemsize for n, own in self.buffers
         )
@@ -123,22 +125,23 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Account:
-    """The books of one model: what it held before pruning, and what each planned matrix costs at each rank."""
+class SizeAccount:
+    """The size of one model: before pruning, and with any number of components kept in each planned matrix."""
 
     dense: int
     """Parameters of the whole model before pruning."""
     prunable: int
-    """Those of them that stand in planned matrices: the paper's reference for *removed*."""
+    """The parameters in planned matrices: the paper's reference for *removed*."""
     curves: tuple[CostCurve, ...]
+    """What each planned matrix costs."""
     storage: Storage | None = Storage()
-    """None where sizes count non-zero weights: matrices keep their shape, and bytes do not shrink."""
+    """None if sizes count non-zero weights: matrices keep their shape then, and files do not shrink."""
     left_out: str = ""
-    """What the plan leaves out, for the message about a size that cannot be reached."""
+    """What the plan leaves out, as text for error messages."""
 
     @property
     def fixed(self) -> int:
-        """Parameters that no choice of components can remove."""
+        """Parameters outside of planned matrices, which stay."""
         return self.dense - self.prunable
 
     def size(self, counts: Sequence[int]) -> int:
@@ -146,18 +149,13 @@ class Account:
         return self.fixed + sum(curve(k) for curve, k in zip(self.curves, counts, strict=True))
 
 
-GOALS = ("params", "removed", "megabytes", "latency_ms")
-"""What a budget may name."""
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = (f"`{name}`" for name in names)
-    return f"{', '.join(first)} and {last}"
+UNITS = ("params", "removed", "megabytes", "latency_ms")
+"""The fields of a budget of which exactly one is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The size asked for: exactly one of `params`, `removed`, `megabytes` and `latency_ms`."""
+    """The size asked for, by exactly one of `params`, `removed`, `megabytes` and `latency_ms`."""
 
     params: int | None = None
     """Parameters of the exported model."""
@@ -170,32 +168,23 @@ class Budget:
     dtype: torch.dtype | None = None
     """With `megabytes`: the export dtype, to which `compact()` casts. Default: the model's own."""
     latency_ms: float | None = None
-    """Milliseconds of one answer on this machine. `rankwise.deploy.latency.meet_latency` finds the size for it."""
+    """Milliseconds of a forward pass on this machine. `rankwise.deploy.latency.meet_latency` finds the size for it."""
 
     def __post_init__(self) -> None:
-        given = {n: v for n in GOALS if (v := getattr(self, n)) is not None}
+        given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
         if len(given) != 1:
-            said = " and ".join(f"`{name}`" for name in given) or "none"
+            *first, last = (f"`{name}`" for name in UNITS)
             raise BudgetError(
-                f"A budget takes exactly one of {_listed(GOALS)}, but got {said}. Example: Budget(removed=0.8)."
+                f"A budget takes exactly one of {', '.join(first)} and {last}, but got "
+                f"{' and '.join(f'`{name}`' for name in given) or 'none'}. Example: Budget(removed=0.8)."
             )
         ((name, value),) = given.items()
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"`{name}` must be a number, but is {value!r} instead.")
-        # numbers of numpy are written in other ways
+            raise InvalidTypeError(f"`{name}` must be a number, but is {value!r} instead.")
+        # numpy's numbers have another repr, which `resolve` reads
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
         object.__setattr__(self, name, value)
-        if name == "removed" and not 0 < value < 1:
-            hint = (
-                f" Did you mean removed={value / 100:g}?"
-                if 5 <= value < 100
-                else " Example: removed=0.8 keeps a fifth."
-            )
-            raise BudgetError(f"`removed` must be a fraction in (0, 1), but is {value} instead.{hint}")
-        if name != "removed" and not (math.isfinite(value) and value > 0):
-            raise BudgetError(f"`{name}` must be positive and finite, but is {value} instead.")
-        if name == "params" and value != int(value):
-            raise BudgetError(f"`params` must be a whole number, but is {value} instead.")
+        self._check_range(name, value)
         if self.of not in ("model", "prunable"):
             raise BudgetError(f'`of` must be "model" or "prunable", but is {self.of!r} instead.')
         if self.of == "prunable" and name != "removed":
@@ -205,8 +194,19 @@ class Budget:
                 f"`dtype` must be a floating type and goes with `megabytes`, but is {self.dtype} beside `{name}`."
             )
 
-    def resolve(self, account: Account) -> int:
-        """The number of parameters the exported model may have; refuses what cannot be reached."""
+    @staticmethod
+    def _check_range(name: str, value: float) -> None:
+        if name == "removed" and not 0 < value < 1:
+            is_percentage = 5 <= value < 100
+            hint = f"Did you mean removed={value / 100:g}?" if is_percentage else "Example: removed=0.8 keeps a fifth."
+            raise BudgetError(f"`removed` must be a fraction in (0, 1), but is {value} instead. {hint}")
+        if name != "removed" and not (math.isfinite(value) and value > 0):
+            raise BudgetError(f"`{name}` must be positive and finite, but is {value} instead.")
+        if name == "params" and value != int(value):
+            raise BudgetError(f"`params` must be a whole number, but is {value} instead.")
+
+    def resolve(self, account: SizeAccount) -> int:
+        """The number of parameters that the exported model may have; raises if it cannot be reached."""
         if self.latency_ms is not None:
             raise BudgetError(
                 f"A budget must be a size here, but is `latency_ms` ({self.latency_ms:g}), which depends on inputs and "
@@ -214,12 +214,12 @@ class Budget:
             )
         if self.removed is not None:
             whole = account.dense if self.of == "model" else account.prunable
-            # as a decimal: 1 - 0.8 in floating point would lose a parameter now and then
+            # exact decimals: 1 - 0.8 in floating point is sometimes one parameter off
             limit = account.dense - math.ceil(Fraction(repr(self.removed)) * whole)
         elif self.megabytes is not None:
             saved = math.floor(Fraction(repr(self.megabytes)) * 10**6)
             storage = self._storage(account)
-            limit = (saved - storage.beside(self.dtype)) // storage.itemsize(self.dtype)
+            limit = (saved - storage.other_bytes(self.dtype)) // storage.itemsize(self.dtype)
         else:
             assert self.params is not None
             limit = int(self.params)
@@ -227,7 +227,7 @@ class Budget:
             raise OutOfReachError(self._too_small(limit, account))
         return limit
 
-    def _storage(self, account: Account) -> Storage:
+    def _storage(self, account: SizeAccount) -> Storage:
         if account.storage is None:
             raise BudgetError(
                 "`megabytes` needs matrices that shrink, but this method keeps their shape and counts non-zero "
@@ -235,7 +235,7 @@ class Budget:
             )
         return account.storage
 
-    def _too_small(self, limit: int, account: Account) -> str:
+    def _too_small(self, limit: int, account: SizeAccount) -> str:
         floor = account.fixed
         text = (
             f"The budget must be at least {floor:,} parameters (what is not in the plan), "
@@ -245,7 +245,7 @@ class Budget:
             text += f"Left out are {account.left_out}. "
         if self.megabytes is not None:
             storage = self._storage(account)
-            smallest = (floor * storage.itemsize(self.dtype) + storage.beside(self.dtype)) / 10**6
+            smallest = (floor * storage.itemsize(self.dtype) + storage.other_bytes(self.dtype)) / 10**6
             return text + f"The smallest size is megabytes={smallest:g}; raise the budget or add modules to the plan."
         removed = math.floor((1 - floor / account.dense) * 10**4) / 10**4
         return text + f"Remove at most {removed:g} of the model, or add modules to the plan."
@@ -253,24 +253,24 @@ class Budget:
 
 @dataclass(frozen=True)
 class SizeReport:
-    """Where a model stands: four sizes in parameters."""
+    """The sizes of a model that is being pruned, in parameters."""
 
     dense: int
-    """Before pruning."""
+    """The size before pruning."""
     budget: int
-    """What the exported model may have."""
+    """The most that the exported model may have."""
     expected: float
-    """Under the gates as they stand in training, s(alpha) in the paper."""
+    """The expected size under the gates as training has moved them, s(alpha) in the paper."""
     exported: int
-    """What `compact()` would give now."""
+    """The size of what `compact()` would return now."""
     prunable: int
-    """Of `dense`, what stands in planned matrices."""
+    """The part of `dense` that is in planned matrices."""
     nonzeros: bool = False
     """Whether sizes count non-zero weights, because the method cannot shrink a matrix (AGP)."""
 
     @classmethod
-    def of(cls, small: nn.Module, account: Account, budget: Budget) -> SizeReport:
-        """Of a model that is small already: no gate moves its size any more."""
+    def of(cls, small: nn.Module, account: SizeAccount, budget: Budget) -> SizeReport:
+        """The report for a model that is already compact, whose size no gate changes any more."""
         size = count(small)
         return cls(account.dense, budget.resolve(account), size, size, account.prunable)
 
@@ -286,12 +286,7 @@ class SizeReport:
 
     def __str__(self) -> str:
         unit = "non-zero parameters (the matrices keep their shape)" if self.nonzeros else "parameters"
-        rows = [
-            ("dense", self.dense),
-            ("budget", self.budget),
-            ("expected", self.expected),
-            ("exported", self.exported),
-        ]
-        lines = [f"{name:<9}{value:>16,.0f}  {1 - value / self.dense:7.2%} removed" for name, value in rows]
+        sizes = {name: getattr(self, name) for name in ("dense", "budget", "expected", "exported")}
+        lines = [f"{name:<9}{value:>16,.0f}  {1 - value / self.dense:7.2%} removed" for name, value in sizes.items()]
         lines.append(f"in {unit}; {self.prunable:,} can be pruned, {self.removed_of_prunable:.2%} of them are removed")
         return "\n".join(lines)

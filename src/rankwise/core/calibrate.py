@@ -1,12 +1,12 @@
-"""Calibration: what a model's data says of each planned matrix, for the whitened SVD.
+"""Calibration: statistics of each planned matrix on sample data, for the whitened SVD.
 
-Two things: the second moments of what reaches a matrix, and how much the loss depends on what leaves it.
+There are two: the second moments of the inputs of a matrix, and how much the loss depends on its outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,40 +23,37 @@ def second_moments(
     plan: Plan,
     batches: Iterable[Any],
     *,
-    stops: Sequence[tuple[str, int] | None] | None = None,
+    last_calls: Sequence[tuple[str, int] | None] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Moments]:
-    """Run `batches` through `model` and sum up what reaches each site, by the site's name.
+    """Run `batches` through `model` and average the second moments of each site's inputs, by the site's name.
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword arguments.
 
     Args:
-        stops: for each batch, the use that it calls last of the plan's, and how often (`calls`); what comes after that
-            call is not computed. None: all is.
-        dtype: of the sums.
+        last_calls: for each batch, the name of the use that the plan needs last, and the number of that call
+            (`count_calls`); the forward pass stops there. None: every forward pass runs to its end.
+        dtype: the dtype of the sums.
     """
     sums = {site.name: _Sums(site, dtype) for site in plan.sites}
-    uses = {use.name: sums[site.name].hook(use) for site in plan.sites for use in site.uses}
+    add = {use.name: sums[site.name].hook(use) for site in plan.sites for use in site.uses}
+    num_calls, last_call = 0, None
 
-    seen, stop = 0, None
-
-    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal seen
-        uses[name](_first(args, kwargs))
-        if stop is not None and name == stop[0]:
-            seen += 1
-            if seen == stop[1]:
-                raise _Enough
+    def on_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_calls
+        add[name](_first(args, kwargs))
+        if last_call is not None and name == last_call[0]:
+            num_calls += 1
+            if num_calls == last_call[1]:
+                raise _StopForward
 
     number = 0
-    with _watching(model, plan, see), torch.no_grad():
+    with _watching(model, plan, on_call), torch.no_grad():
         for batch in batches:
-            seen, stop = 0, None if stops is None else stops[number]
+            num_calls, last_call = 0, None if last_calls is None else last_calls[number]
             number += 1
-            try:
+            with suppress(_StopForward):
                 _call(model, batch)
-            except _Enough:
-                continue
     if not number:
         raise DataError("`calibration` must hold at least one batch, but is empty.")
     moments = {name: total.moments() for name, total in sums.items()}
@@ -66,59 +63,65 @@ def second_moments(
     return moments
 
 
-def calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
-    """How often a batch calls each use of the plan, by name, in the order of their last calls."""
-    seen: dict[str, int] = {}
+def moment_bytes(sites: Sequence[Site], dtype: torch.dtype) -> int:
+    """The memory that `second_moments` takes for these sites."""
+    return sum(dtype.itemsize * site.shape[1] ** 2 for site in sites)
 
-    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[name] = seen.pop(name, 0) + 1
 
-    with _watching(model, plan, see), torch.no_grad():
+def count_calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
+    """The number of calls that a batch makes to each use of the plan, by name, in the order of their last calls."""
+    num_calls: dict[str, int] = {}
+
+    def on_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # removed and added again, which moves it to the end
+        num_calls[name] = num_calls.pop(name, 0) + 1
+
+    with _watching(model, plan, on_call), torch.no_grad():
         _call(model, batch)
-    return seen
+    return num_calls
 
 
-def output_weights(
+def output_fisher(
     model: nn.Module, plan: Plan, batches: Iterable[Any], loss: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """How much the loss depends on each output of each site that batches reach: E[(dL/dy)^2], by the site's name.
+    """How much the loss depends on each output of each site that is reached: E[(dL/dy)^2], by the site's name.
 
-    In the second order, with outputs taken as independent, an error e of the outputs raises the loss by half of
-    sum_o E[(dL/dy_o)^2] e_o^2: the diagonal of the Fisher information. So errors of all matrices are in one unit.
+    To second order, and with outputs taken as independent, an error e of the outputs raises the loss by half of
+    sum_o E[(dL/dy_o)^2] e_o^2. This diagonal of the Fisher information makes errors of all matrices comparable.
 
     Args:
-        loss: of what the model returns for a batch.
+        loss: the loss of what the model returns for a batch.
     """
     words: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    hidden: set[str] = set()
+    without_grad: set[str] = set()
     handles = [
         get_module(model, use).register_forward_hook(
-            _weighing(site, use, words if use.is_embedding else outputs, hidden), with_kwargs=True
+            _squared_gradients(site, use, words if use.is_embedding else outputs, without_grad), with_kwargs=True
         )
         for site in plan.sites
         for use in site.uses
     ]
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter, _ in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(False)
-        with _evaluating(model), torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad():
             for batch in batches:
                 value = loss(_call(model, batch))
                 if value.requires_grad:
                     value.backward()  # type: ignore[no-untyped-call]
     finally:
-        for parameter, asked in wanted:
-            parameter.requires_grad_(asked)
+        for parameter in trainable:
+            parameter.requires_grad_()
         for handle in handles:
             handle.remove()
-    if unseen := sorted(hidden - outputs.keys() - words.keys()):
+    if unseen := sorted(without_grad - outputs.keys() - words.keys()):
         raise DataError(
             "`loss` must have a gradient at every matrix of the plan, but the model calls these under "
             f"`torch.no_grad()`: {', '.join(unseen)}. Exclude them from the plan, or leave `loss` out."
         )
-    # a table of words that is an output layer too is weighed as that, if the loss depends on it there
+    # an embedding that is tied to an output layer is weighed as that layer, if the loss depends on it there
     weights = {**outputs, **words, **{name: rows for name, rows in outputs.items() if rows.any()}}
     for name, rows in weights.items():
         if not torch.isfinite(rows).all():
@@ -131,19 +134,19 @@ def output_weights(
     return weights
 
 
-def _weighing(site: Site, use: Use, sums: dict[str, Tensor], hidden: set[str]) -> Callable[..., Tensor]:
-    """A hook that adds the squared gradients of what a use gives to those of its site, which begin as zeros.
+def _squared_gradients(site: Site, use: Use, sums: dict[str, Tensor], without_grad: set[str]) -> Callable[..., Tensor]:
+    """A forward hook that adds the squared gradients of a use's outputs to the sum of its site.
 
-    Sites that are called where no gradient can come to are put into `hidden`.
+    Sites that are called under `torch.no_grad()` are added to `without_grad`.
     """
 
-    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
             return output
         table = module[0] if use.kind == "embedding-pair" and isinstance(module, nn.Sequential) else module
         scale = (scale_of(table) if isinstance(table, nn.Embedding) else None) or 1.0
         if not torch.is_grad_enabled():
-            hidden.add(site.name)
+            without_grad.add(site.name)
             return output
         sums.setdefault(site.name, output.new_zeros(site.shape[0], dtype=torch.float32))
 
@@ -156,26 +159,26 @@ def _weighing(site: Site, use: Use, sums: dict[str, Tensor], hidden: set[str]) -
             else:
                 sums[site.name] += squares.sum(0)
 
-        # the first ones begin the graph, since no parameter asks for a gradient; a copy may be changed in place
+        # no parameter requires a gradient, so the first outputs start the graph; a clone may be changed in place
         output = output if output.requires_grad else output.requires_grad_().clone()
         output.register_hook(add)  # type: ignore[no-untyped-call]
         return output
 
-    return see
+    return hook
 
 
-class _Enough(Exception):  # noqa: N818 - no error
-    """All that was asked for has been seen."""
+class _StopForward(Exception):  # noqa: N818 - no error
+    """Ends a forward pass when all inputs that are needed have been seen."""
 
 
 @contextmanager
 def _watching(
-    model: nn.Module, plan: Plan, see: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    model: nn.Module, plan: Plan, on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Let `see` be told of each use's inputs; the model is left as it was."""
+    """In evaluation mode, call `on_call` with the name and inputs of each use; the model is left as it was."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: see(name, args, kwargs)
+        return lambda module, args, kwargs: on_call(name, args, kwargs)
 
     handles = [
         get_module(model, use).register_forward_pre_hook(hook(use.name), prepend=True, with_kwargs=True)
@@ -183,7 +186,7 @@ def _watching(
         for use in site.uses
     ]
     try:
-        with _evaluating(model):
+        with evaluation_mode(model):
             yield
     finally:
         for handle in handles:
@@ -191,7 +194,8 @@ def _watching(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in evaluation mode, and every module back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -210,13 +214,13 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a layer is called with, by place or by name."""
+    """The first argument of a call, positional or by keyword."""
     first: Tensor = next(iter((*args, *kwargs.values())))
     return first
 
 
 class _Sums:
-    """Running sums of one site: x x^T where it is a linear layer, look-ups where it is an embedding."""
+    """Running sums of one site: x x^T as a linear layer, the number of look-ups as an embedding."""
 
     def __init__(self, site: Site, dtype: torch.dtype) -> None:
         self.site = site
@@ -243,8 +247,3 @@ class _Sums:
             inputs.div_(self.num_inputs) if inputs is not None and self.num_inputs else None,
             rows / rows.sum() if rows is not None and rows.any() else None,
         )
-
-
-def moment_bytes(sites: Sequence[Site], dtype: torch.dtype) -> int:
-    """Memory that `second_moments` takes for these sites."""
-    return sum(dtype.itemsize * site.shape[1] ** 2 for site in sites)

@@ -11,32 +11,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS = 4096
-"""Rows of W that are held in double precision at a time."""
-COLUMNS = 256
-"""Rows of C that are."""
-NEGLIGIBLE = 1e-12
-"""Damping of moments that are exact, so that they have an inverse."""
+WEIGHT_ROWS = 4096
+"""The number of rows of W that are in double precision at a time."""
+MOMENT_ROWS = 256
+"""The number of rows of C that are in double precision at a time."""
+EXACT_DAMPING = 1e-12
+"""The damping of moments that are already damped, so that they have an inverse."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """P, Q and how much each component carries, most first."""
+    """P, Q and the energy of each component, largest first."""
 
     p_OR: Tensor
     q_RI: Tensor
     energy_R: Tensor
-    """Squared singular values: what dropping a component adds to the squared error."""
+    """The squared singular values: dropping a component adds this to the squared error."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What calibration data says of the two sides of a matrix."""
+    """Calibration statistics of a matrix."""
 
     inputs_II: Tensor | None = None
-    """Second moment E[x x^T] of the inputs."""
+    """C = E[x x^T], the second moment of the inputs."""
     rows_O: Tensor | None = None
-    """What an error of each output weighs: how often a row is looked up, where the matrix is an embedding."""
+    """F, the weight of an error in each output; for an embedding, how often each row is looked up."""
 
 
 def same_size_rank(shape: tuple[int, int]) -> int:
@@ -61,15 +61,15 @@ def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
 
 
 def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2) -> Factors:
-    """The best factors of the given rank, with the singular values shared out between P and Q.
+    """The best factors of the given rank, with the singular values divided between P and Q.
 
-    Without `moments` the squared error of W is least; with them that of its outputs on the calibration data:
-    || F^(1/2) (W - P Q) C^(1/2) ||, C = E[x x^T] and F = weights of the outputs, both damped.
+    Without `moments` they minimise the squared error of W, with them the squared error of its outputs on calibration
+    data, || F^(1/2) (W - P Q) C^(1/2) ||, where C and F are damped.
 
-    With C = L L^T, F^(1/2) W L = U S V^T is never computed: the smaller of its two Gram matrices has U or V as
-    eigenvectors. P = W L V / d and Q = d V^T L^-1, or P = d F^(-1/2) U and Q = U^T F^(1/2) W / d: at full rank P Q is
-    W to rounding, whatever the accuracy of the vectors. Gram matrices are summed in double precision, a few rows at a
-    time, so a large embedding is never copied whole.
+    With C = L L^T, the SVD F^(1/2) W L = U S V^T is never computed: the smaller of the two Gram matrices has U or V as
+    eigenvectors. P = W L V / d and Q = d V^T L^-1, or P = d F^(-1/2) U and Q = U^T F^(1/2) W / d, with d^2 = S. At full
+    rank P Q is W up to rounding, however accurate the vectors are. Gram matrices are summed in double precision, a few
+    rows at a time, so that a large embedding is never copied as a whole.
     """
     out_features, in_features = weight_OI.shape
     full = min(out_features, in_features)
@@ -83,31 +83,31 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
 def svd_of_pair(
     p_OR: Tensor, q_RI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2
 ) -> Factors:
-    """`svd` of W = P Q with no more work than its rank asks for.
+    """`svd` of W = P Q without multiplying it out.
 
-    W x = P y with y = Q x: so it is P that is factorized, by the moments Q C Q^T of y, and W is never multiplied out.
+    Since W x = P y with y = Q x, it is enough to factorize P with the moments Q C Q^T of y.
     """
     moments = moments or Moments()
     rank = min(*p_OR.shape, *q_RI.shape, *([] if rank is None else [rank]))
     q = q_RI.detach().double()
-    is_silent = moments.inputs_II is not None and _is_silent(moments.inputs_II)
-    spread = q if moments.inputs_II is None or is_silent else _times_damped(q, moments.inputs_II, damping)
+    is_zero = moments.inputs_II is not None and _is_zero(moments.inputs_II)
+    spread = q if moments.inputs_II is None or is_zero else _times_damped(q, moments.inputs_II, damping)
     rows_O = _damped_rows(moments.rows_O, damping)
-    first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), NEGLIGIBLE)
-    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_silent else energy_R)
+    first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), EXACT_DAMPING)
+    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_zero else energy_R)
 
 
 def _factors(
     weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """P, Q and energy. Where all inputs were zero, no component matters, and the factors are those of W alone."""
-    is_silent = inputs_II is not None and _is_silent(inputs_II)
+    """P, Q and energy. If all inputs were zero, the factors are those of W alone, and their energy is zero."""
+    is_zero = inputs_II is not None and _is_zero(inputs_II)
     make = _from_outputs if weight.shape[0] < weight.shape[1] else _from_inputs
-    p_OR, q_RI, energy_R = make(weight, rank, rows_O, None if is_silent else inputs_II, damping)
-    return p_OR, q_RI, 0 * energy_R if is_silent else energy_R
+    p_OR, q_RI, energy_R = make(weight, rank, rows_O, None if is_zero else inputs_II, damping)
+    return p_OR, q_RI, 0 * energy_R if is_zero else energy_R
 
 
-def _is_silent(inputs_II: Tensor) -> bool:
+def _is_zero(inputs_II: Tensor) -> bool:
     """Whether all inputs were zero."""
     return not bool(inputs_II.diagonal().any())
 
@@ -137,19 +137,19 @@ def _from_outputs(
 
 
 def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest eigenvalues with their vectors, and their fourth roots: those of singular values' squares."""
+    """The largest eigenvalues, their vectors, and d, the square roots of the singular values."""
     energy, vectors = torch.linalg.eigh(gram)
     energy, vectors = energy.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
-    # d = sqrt(singular value); a vanishing one must not divide by zero
+    # eigenvalues are squared singular values; d divides, so it must not be zero
     return energy, vectors, energy.clamp(min=max(1e-14 * float(energy[:1].sum()), 1e-30)).pow(0.25)
 
 
 def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
     """W^T F W in double precision."""
     total = torch.zeros(weight_OI.shape[1], weight_OI.shape[1], dtype=torch.float64, device=weight_OI.device)
-    for start in range(0, len(weight_OI), ROWS):
-        part = weight_OI[start : start + ROWS].double()
-        weighted = part if rows_O is None else part * rows_O[start : start + ROWS, None]
+    for start in range(0, len(weight_OI), WEIGHT_ROWS):
+        part = weight_OI[start : start + WEIGHT_ROWS].double()
+        weighted = part if rows_O is None else part * rows_O[start : start + WEIGHT_ROWS, None]
         total.addmm_(part.t(), weighted)
     return total
 
@@ -171,10 +171,10 @@ def _square_root(inputs_II: Tensor | None, damping: float) -> tuple[Tensor | Non
 
 
 def _times_damped(weight_OI: Tensor, inputs_II: Tensor, damping: float) -> Tensor:
-    """W times the damped C, of which a few rows at a time are held in double precision."""
+    """W times the damped C, of which a few rows at a time are in double precision."""
     product = weight_OI * (damping * _mean_diagonal(inputs_II))
-    for start in range(0, len(inputs_II), COLUMNS):
-        part = slice(start, start + COLUMNS)
+    for start in range(0, len(inputs_II), MOMENT_ROWS):
+        part = slice(start, start + MOMENT_ROWS)
         product.addmm_(weight_OI[:, part], inputs_II[part].double())
     return product
 

@@ -1,11 +1,11 @@
-"""Gates: the vector z that says how far each component of a matrix is open.
+"""Gates: the vector z that opens and closes the components of a matrix.
 
 Paper: section 3 "Background" (hard concrete distribution, eqs. 2 and 3) and section 4.4 "Inference".
 Shapes: R = components of one gate.
 
-A gate is moved by its controller alone. Its state (`alpha`, or the learned diagonal) is a buffer, and `z` is
-a leaf tensor outside the module registry: no optimizer, clipper or weight decay over `model.parameters()`
-can touch either, and `z.grad` collects dL/dz over however many backward passes make up a step.
+Only the controller moves a gate. The state of a gate (`alpha`, or the learned diagonal) is a buffer, and `z` is a
+leaf tensor outside the module registry, so that no optimizer, gradient clipping or weight decay over
+`model.parameters()` changes either. `z.grad` collects dL/dz over all backward passes of a step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from rankwise.core.control import Controller
+from rankwise.errors import InvalidValueError
 
-FEW = 0.8
+if TYPE_CHECKING:
+    from rankwise.core.controller import Controller
+
+SELECT_UP_TO = 0.8
 """Up to this fraction of open components only those are multiplied; above it, selecting costs more than it saves."""
 
 
@@ -39,7 +41,7 @@ class HardConcrete:
         for name in ("temperature", "stretch"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
 
     def sample(self, alpha: Tensor, noise: Tensor) -> Tensor:
         """z = min(1, max(0, s (r - l) + l)), s = sigmoid((logit u + alpha) / beta).  Paper: section 3."""
@@ -74,7 +76,7 @@ class HardConcrete:
     def alpha(self, open_probability: float) -> float:
         """The alpha whose gate is open with the given probability: the inverse of `open_probability`."""
         if not 0 < open_probability < 1:
-            raise ValueError(f"`open_probability` must lie in (0, 1), but is {open_probability} instead.")
+            raise InvalidValueError(f"`open_probability` must lie in (0, 1), but is {open_probability} instead.")
         return math.log(open_probability / (1 - open_probability)) + self._shift()
 
     def _shift(self) -> float:
@@ -94,13 +96,15 @@ def _quadrature(stretch: float, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Mask(NamedTuple):
-    """What a gate lets through: z over all components (None: one everywhere) and, where only few are open, which."""
+    """What a layer multiplies its components by."""
 
     z: Tensor | None
+    """One value per component; None if all values are one."""
     active: Tensor | None = None
+    """The indices of the components to multiply, if only some are open; None for all."""
 
 
-class State(nn.Module):
+class FixedDtypeModule(nn.Module):
     """A module whose buffers keep their dtype when the model around them is cast to bf16 or fp16."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -113,21 +117,21 @@ class State(nn.Module):
         return self
 
 
-class Gate(State):
-    """The vector z over `num_components` components of one matrix; this one stands open for good."""
+class Gate(FixedDtypeModule):
+    """The vector z over the components of one matrix. This base class is always open."""
 
     def __init__(self, num_components: int) -> None:
         super().__init__()
         self.num_components = num_components
         self.z: Tensor | None = None
         self.active: Tensor | None = None
-        self.binary = False
-        """Whether `active` says it all: what is open is open fully, so z need not be multiplied."""
-        self.standing: Mask | None = None
-        # in a list, so that the module registry does not see it: the first gate of a model registers it
+        self.is_binary = False
+        """Whether every component in `active` has z = 1, so that z need not be multiplied."""
+        self.eval_mask: Mask | None = None
+        # in a list, so that the module registry does not see it: only the first gate of a model registers it
         self._controller: list[Controller] = []
 
-    def attend(self, controller: Controller) -> None:
+    def set_controller(self, controller: Controller) -> None:
         """Let `controller` move this gate from now on."""
         self._controller = [controller]
 
@@ -135,14 +139,14 @@ class Gate(State):
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
         compiled = torch.compiler.is_compiling()
         for controller in self._controller:
-            controller.make_ready(evaluation=not self.training)
-            # a compiled model does not make masks; where they do not stand it is traced anew, which does
-            if compiled and not controller.is_ready(evaluation=not self.training):
+            controller.ensure_masks(evaluation=not self.training)
+            # a compiled model does not make masks; if there are none, this is a guard that traces it again, which does
+            if compiled and not controller.has_masks(evaluation=not self.training):
                 raise RuntimeError("masks must be ready before they are used.")
-        mask = Mask(None if self.binary else self.z, self.active)
-        if not self.training and self.standing is not None:
-            mask = self.standing
-        # while a gate learns, its ranks change, and each would be another graph
+        mask = Mask(None if self.is_binary else self.z, self.active)
+        if not self.training and self.eval_mask is not None:
+            mask = self.eval_mask
+        # while a gate learns, its number of active components changes, and each would be another graph
         learns = self.z is not None and self.z.requires_grad
         return Mask(mask.z) if compiled and learns else mask
 
@@ -151,16 +155,16 @@ class Gate(State):
         if self.z is not None:
             device = fn(self.z.detach()).device
             self.z = self.z.detach().to(device).requires_grad_(self.z.requires_grad)
-        self._outdate()
+        self._invalidate_masks()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._outdate()
+        self._invalidate_masks()
 
-    def _outdate(self) -> None:
+    def _invalidate_masks(self) -> None:
         for controller in self._controller:
-            controller.outdate()
+            controller.invalidate_masks()
 
     def extra_repr(self) -> str:
         return f"{self.num_components}"
@@ -182,10 +186,10 @@ class HardConcreteGate(Gate):
 
 
 class MagnitudeGate(Gate):
-    """A gate set by magnitude (AGP): a diagonal, thresholded from outside.
+    """A gate that keeps the components of largest magnitude (AGP); the controller chooses them.
 
-    With `learned=True` the diagonal is trained by the controller (FLOP-AGP); otherwise it is one everywhere, and
-    the magnitudes are those of the weights themselves (AGP).
+    With `learned=True` there is a diagonal that the controller trains (FLOP-AGP). Otherwise z is one for every kept
+    component, and the magnitudes are those of the weights (AGP).
     """
 
     kept: Tensor

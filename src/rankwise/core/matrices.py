@@ -1,7 +1,7 @@
 """Weight matrices written as a sum of gated components, W = sum_k z_k (p_k q_k).
 
-Paper: section 4.1 "Structured Pruning using Factorization". A matrix says how its components act; what opens and
-closes them is the gate it is given. Layers (`rankwise.core.layers`) say what the matrix is used for.
+Paper: section 4.1 "Structured Pruning using Factorization". A matrix defines how its components act, its gate opens
+and closes them, and layers (`rankwise.core.layers`) define what the matrix is used for.
 
 Shapes: O = outputs (or words), I = inputs (or embedding width), R = components, B = any batch dimensions.
 """
@@ -24,10 +24,15 @@ from rankwise.modules import Pair
 
 
 class GatedMatrix(nn.Module, ABC):
-    """A matrix W of shape O x I whose components stand behind one gate."""
+    """A matrix W of shape O x I whose components share one gate."""
 
-    gate: Gate
-    shape: tuple[int, int]
+    def __init__(self, shape: tuple[int, int], gate: Gate, cost_curve: CostCurve) -> None:
+        super().__init__()
+        assert gate.num_components == cost_curve.num_components
+        self.shape = shape
+        self.gate = gate
+        self.cost_curve = cost_curve
+        """What exporting k components costs."""
 
     @property
     def out_features(self) -> int:
@@ -38,28 +43,24 @@ class GatedMatrix(nn.Module, ABC):
         return self.shape[1]
 
     @abstractmethod
-    def curve(self) -> CostCurve:
-        """What exporting k components costs."""
-
-    @abstractmethod
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
 
     def pair(self) -> Pair | None:
-        """W as the product of two, where it is one, as the gate stands: for kernels that do what `linear` does."""
+        """The two factors of W under the current mask, for kernels that fuse `linear`; None if W has no factors."""
         return None
 
     def whole(self) -> Tensor | None:
-        """W where it is never cut smaller, as the gate stands: for kernels that multiply by two such in a row."""
+        """W under the current mask if no component is ever left out of the product, for kernels; else None."""
         return None
 
     @abstractmethod
     def rows(self, index_B: Tensor, padding_idx: int | None) -> Tensor:
-        """The rows of W named by `index`: W as a table of embeddings."""
+        """The rows of W at `index`: W as an embedding table."""
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """W itself, as the gate stands: the plain truth that `linear` and `rows` must agree with."""
+        """W under the current mask: the reference for `linear` and `rows`."""
 
     @abstractmethod
     def magnitudes(self) -> Tensor:
@@ -67,7 +68,7 @@ class GatedMatrix(nn.Module, ABC):
 
     @abstractmethod
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
-        """The matrix with only the components `kept`, each times its `z`."""
+        """The matrix with only the components `kept`, each multiplied by its `z` (None: one)."""
 
     def extra_repr(self) -> str:
         return f"{self.out_features} x {self.in_features}"
@@ -76,18 +77,12 @@ class GatedMatrix(nn.Module, ABC):
 class FactorizedMatrix(GatedMatrix):
     """W = P diag(z) Q: component k is the rank-1 matrix p_k q_k.  Paper: section 4.1."""
 
-    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate, costs: CostCurve | None = None) -> None:
-        super().__init__()
-        assert p_OR.shape[1] == q_RI.shape[0] == gate.num_components
-        self.shape = (p_OR.shape[0], q_RI.shape[1])
+    def __init__(self, p_OR: nn.Parameter, q_RI: nn.Parameter, gate: Gate, cost_curve: CostCurve | None = None) -> None:
+        shape, rank = (p_OR.shape[0], q_RI.shape[1]), gate.num_components
+        super().__init__(shape, gate, cost_curve or factorized_curve(shape, rank))
+        assert p_OR.shape[1] == q_RI.shape[0] == rank
         self.p = p_OR
         self.q = q_RI
-        self.gate = gate
-        self.costs = costs or factorized_curve(self.shape, gate.num_components)
-        """What an export costs, and so whether it is a pair, in the pivot layout, or dense."""
-
-    def curve(self) -> CostCurve:
-        return self.costs
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         return pair_linear(x_BI, self.pair(), bias_O)
@@ -116,16 +111,18 @@ class FactorizedMatrix(GatedMatrix):
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         p, q = self._kept(kept, z)
         precise = torch.promote_types(p.dtype, torch.float32)
-        if self.costs(len(kept)) == self.costs.cap:
+        if self.cost_curve(len(kept)) == self.cost_curve.cap:
             return DenseExport(_like((p.to(precise) @ q.to(precise)).to(p.dtype), self.p))
-        if self.costs.pivot:
+        if self.cost_curve.pivot:
             return PivotExport(p.to(precise), q.to(precise), self.p)
         return LowRankExport(_like(p, self.p), _like(q, self.q))
 
-    def suffers(self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool) -> bool:
-        """Whether the pivot layout of the components `kept` would lose accuracy that a pair has in half precision."""
+    def pivots_lose_precision(
+        self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool
+    ) -> bool:
+        """Whether an export of `kept` in half precision would be much less accurate in the pivot layout than a pair."""
         dtype = dtype or self.p.dtype
-        if not self.costs.pivot or dtype.itemsize > 2 or self.costs(len(kept)) == self.costs.cap:
+        if not self.cost_curve.pivot or dtype.itemsize > 2 or self.cost_curve(len(kept)) == self.cost_curve.cap:
             return False
         p, q = self._kept(kept, z)
         return rounding_error(p.to(dtype), q.to(dtype), by_columns=by_columns) > ROUNDING
@@ -142,14 +139,9 @@ class InputGatedMatrix(GatedMatrix):
     """
 
     def __init__(self, weight_OI: nn.Parameter, gate: Gate) -> None:
-        super().__init__()
-        assert weight_OI.shape[1] == gate.num_components
-        self.shape = (weight_OI.shape[0], weight_OI.shape[1])
+        shape = (weight_OI.shape[0], weight_OI.shape[1])
+        super().__init__(shape, gate, input_gated_curve(shape))
         self.w = weight_OI
-        self.gate = gate
-
-    def curve(self) -> CostCurve:
-        return input_gated_curve(self.shape)
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         z_I, active = self.gate()
@@ -179,17 +171,12 @@ class InputGatedMatrix(GatedMatrix):
 
 
 class MaskedMatrix(GatedMatrix):
-    """W * z: every weight is a component of its own (unstructured AGP). Its shape never shrinks."""
+    """W * z: every weight is a component (unstructured AGP). The shape never shrinks."""
 
     def __init__(self, weight_OI: nn.Parameter, gate: Gate) -> None:
-        super().__init__()
-        assert weight_OI.numel() == gate.num_components
-        self.shape = (weight_OI.shape[0], weight_OI.shape[1])
+        shape = (weight_OI.shape[0], weight_OI.shape[1])
+        super().__init__(shape, gate, masked_curve(shape))
         self.w = weight_OI
-        self.gate = gate
-
-    def curve(self) -> CostCurve:
-        return masked_curve(self.shape)
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         return linear(x_BI, self.weight(), bias_O)
@@ -215,12 +202,12 @@ class MaskedMatrix(GatedMatrix):
 
 
 def factorized_curve(shape: tuple[int, int], rank: int, *, pivot: bool = False) -> CostCurve:
-    """A rank-1 component costs O + I, less in the pivot layout; a matrix is exported dense where that is smaller."""
+    """A rank-1 component costs O + I, or less in the pivot layout; the whole never costs more than dense."""
     return CostCurve(rank, sum(shape), shape[0] * shape[1], pivot)
 
 
 def input_gated_curve(shape: tuple[int, int]) -> CostCurve:
-    """An input feature costs a column of O weights."""
+    """An input feature costs one column of O weights."""
     return CostCurve(shape[1], shape[0], shape[0] * shape[1])
 
 
@@ -234,5 +221,5 @@ def _scale(x: Tensor, z: Tensor | None) -> Tensor:
 
 
 def _like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the compact model, trainable as the gated one was."""
+    """A parameter of the compact model, trainable if the gated one is."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), parameter.requires_grad)

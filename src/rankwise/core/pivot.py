@@ -14,39 +14,38 @@ import torch
 from torch import Tensor
 
 BOUND = 1.5
-"""No coefficient is larger, so that rounding is not magnified."""
+"""No coefficient is larger, so that rounding errors are not magnified."""
 ROUNDING = 0.02
-"""In half precision the pivot layout may change a matrix by this share of its norm; else it stays a pair."""
+"""If the pivot layout changes a matrix in half precision by more than this share of its norm, it stays a pair."""
 
 
 class Pivots(NamedTuple):
     """Which rows of an O x K matrix span the others, and how."""
 
     places_O: Tensor
-    """Where each row stands in [chosen rows; other rows], both in ascending order."""
+    """The position of each row in [chosen rows; other rows], both in ascending order."""
     chosen_K: Tensor
     coefficients: Tensor
     """(O - K) x K: other rows = coefficients x chosen rows."""
 
 
 def choose_rows(p_OK: Tensor) -> Pivots:
-    """Rows of P (O >= K) whose combinations make up the others with coefficients of at most `BOUND`.
+    """Rows of P (O >= K) from which the others are combined with coefficients of at most `BOUND`.
 
-    The rows are first those that Gaussian elimination with row pivoting takes in an orthonormal basis of P's columns,
-    which is there whatever the rank of P. Then, as long as a coefficient exceeds the bound, its two rows change
-    places: each change multiplies the volume of the chosen rows by that coefficient, so there is an end.
+    It starts with the rows that Gaussian elimination with row pivoting takes in an orthonormal basis of P's columns,
+    which exists whatever the rank of P. Then, as long as a coefficient exceeds the bound, its two rows are swapped.
+    Each swap multiplies the volume of the chosen rows by that coefficient, so the search ends.
     """
     if p_OK.device.type == "cuda":
-        # elimination goes row by row, which is no work for a GPU
+        # elimination goes row by row, which is slow on a GPU
         return Pivots(*(tensor.to(p_OK.device) for tensor in choose_rows(p_OK.cpu())))
     num_rows, rank = p_OK.shape
     assert rank <= num_rows
     basis = torch.linalg.qr(p_OK.detach().double()).Q
     if not torch.isfinite(basis).all():
-        # diverged weights: any choice says so
-        basis = torch.eye(num_rows, rank, dtype=torch.float64, device=p_OK.device) * torch.nan
-        chosen = torch.arange(rank, device=p_OK.device)
-        return _pivots(num_rows, chosen, basis[rank:])
+        # weights have diverged: any rows do, and the coefficients are NaN
+        nan = torch.full((num_rows - rank, rank), torch.nan, dtype=torch.float64, device=p_OK.device)
+        return _pivots(num_rows, torch.arange(rank, device=p_OK.device), nan)
     chosen = _eliminated_rows(basis)
     weights = torch.linalg.solve(basis[chosen], basis, left=False)
     while rank and rank < num_rows:
@@ -83,7 +82,7 @@ def _pivots(num_rows: int, chosen_K: Tensor, coefficients: Tensor) -> Pivots:
 
 
 def rounding_error(p_OK: Tensor, q_KI: Tensor, *, by_columns: bool) -> float:
-    """What the pivot layout changes W = P Q by in the dtype of the factors, as a share of W's norm."""
+    """The change of W = P Q by the pivot layout in the dtype of the factors, as a share of W's norm."""
     p, q = (q_KI.t(), p_OK.t()) if by_columns else (p_OK, q_KI)
     exact = p.double() @ q.double()
     _, chosen, coefficients = choose_rows(p)

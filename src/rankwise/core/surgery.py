@@ -32,7 +32,7 @@ def gated_layers(model: nn.Module) -> list[GatedLayer]:
     return [module for module in model.modules() if isinstance(module, GatedLayer)]
 
 
-class Outline:
+class GatedStructure:
     """What a gated model is made of: its size is counted for this structure and for no other."""
 
     def __init__(self, model: nn.Module) -> None:

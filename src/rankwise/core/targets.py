@@ -1,9 +1,9 @@
-"""Targets: where a compact model will run, and what a low rank must be there so that it is not slower than dense.
+"""Targets: where a compact model will run, and which ranks are not slower than dense matrices there.
 
-A row of `TARGETS` per target. Measured on an H200 with decoders of width 4096: odd ranks make them 3.4 times slower
-than dense ones at prefill, multiples of 16 and of 64 make them faster. A pair is two products instead of one: times at
-half and at 70% of the dense parameters, drawn on in a line, meet the dense ones between 70% (token by token) and 100%
-(prefill). `benchmarks/gpu_decoder.py` times it.
+The numbers of "cuda" were measured on an H200 with decoders of width 4096 (`benchmarks/gpu_decoder.py`). Odd ranks are
+3.4 times slower than dense at prefill; multiples of 16 and of 64 are faster. A pair is two products instead of one:
+extrapolated from half and 70% of the dense parameters, it is as fast as dense between 70% (token by token) and 100%
+(prefill).
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from rankwise.errors import RankwiseError, nearest
 
 @dataclass(frozen=True)
 class Target:
-    """What a place to run wants of a model."""
+    """Where a compact model will run, and the ranks and layout that are fast there."""
 
     name: str
     layout: Literal["pair", "pivot"] = "pair"
-    """How a matrix of low rank is stored, unless one is asked for."""
+    """How a matrix of low rank is stored, unless the method's `layout` is set."""
     alignment: int = 1
-    """Ranks are multiples of at least this number, where matrices are large enough for it."""
+    """Ranks are multiples of at least this number, if matrices are large enough for it."""
     largest_multiple: int = 1
-    """And of this one in the largest matrices."""
-    pays_below: float = 1.0
-    """A pair of this share of the dense parameters, or of more, is slower than the dense matrix, and becomes one."""
+    """Ranks of the largest matrices are multiples of this number."""
+    faster_below: float = 1.0
+    """A pair is faster than the dense matrix only below this share of its parameters; above it, dense is exported."""
 
     def rank_multiple(self, full_rank: int) -> int:
-        """The multiple at which a matrix keeps its ranks: a power of two, and a small step against the full rank."""
+        """The multiple for the ranks of a matrix: a power of two that is small against its full rank."""
         most = min(self.largest_multiple, max(self.alignment, full_rank // 32), full_rank // 4)
         return 1 << max(most.bit_length() - 1, 0)
 
     def dense_from(self, dense: int) -> int | None:
-        """Parameters from which a pair does not pay; None where it does up to those of the dense matrix."""
-        return None if self.pays_below >= 1 else max(1, int(self.pays_below * dense))
+        """The parameters from which a pair is not faster; None if that is the size of the dense matrix."""
+        return None if self.faster_below >= 1 else max(1, int(self.faster_below * dense))
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("cuda", alignment=8, largest_multiple=64, pays_below=0.8),
+        Target("cuda", alignment=8, largest_multiple=64, faster_below=0.8),
         Target("cpu"),
         Target("size", layout="pivot"),
     )
 }
 
 
-def target_of(device: torch.device) -> Target:
-    """The target of models that run on `device`; others than GPUs are like a CPU."""
+def device_target(device: torch.device) -> Target:
+    """The target for models on `device`: "cuda" for GPUs, "cpu" for everything else."""
     return TARGETS.get(device.type, TARGETS["cpu"])
 
 
 def find_target(target: str | Target | None, model: nn.Module) -> Target:
-    """The target of that name; None: where `model` is."""
+    """The target of that name, or by default the one for the device that `model` is on."""
     if isinstance(target, Target):
         return target
     if target is None:
         parameter = next(model.parameters(), None)
-        return TARGETS["cpu"] if parameter is None else target_of(parameter.device)
+        return TARGETS["cpu"] if parameter is None else device_target(parameter.device)
     if target not in TARGETS:
         names = ", ".join(TARGETS)
         raise RankwiseError(

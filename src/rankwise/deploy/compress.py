@@ -13,20 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters.plans import find_plan
-from rankwise.core.budget import Account, Budget, SizeReport
+from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.core.targets import find_target
 from rankwise.deploy.kept_back import KeptBack, Quality, milliseconds
+from rankwise.deploy.measure import slower_than_dense
 from rankwise.deploy.save import check_target, save_with
 from rankwise.deploy.windows import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, Marks, split, text_windows
 from rankwise.errors import DataError, RankwiseError
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
-from rankwise.pruner import account_of
+from rankwise.pruner import size_account
 
 TIMED_TOKENS = 128
 """Of a call that is timed, where no calibration says how long texts are."""
 WORDS = "a table of words"
+TOLERATED = 1.1
+"""Times the dense model's time: above it the small one is called slower. It is timed later, so they take no turns."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 
@@ -42,6 +45,14 @@ class Compressed(SizeReport):
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Milliseconds of a call, dense and small, by its number of tokens."""
     device: str = "cpu"
+
+    def remarks(self) -> list[str]:
+        """A line for every number of tokens with which the small model is slower than the dense one."""
+        lines = []
+        for tokens, (dense, small) in self.speed.items():
+            where = f"{tokens} token{'s'[: tokens - 1]} on {self.device}"
+            lines.append(slower_than_dense("The small model", small, dense, where=where, tolerated=TOLERATED))
+        return [line for line in lines if line is not None]
 
 
 class TextVocabulary(Protocol):
@@ -106,7 +117,7 @@ def shrink(
     model = load()
     plan = plan_of(model, embeddings=embeddings, exclude=exclude)
     where = find_target(target, model)
-    account = account_of(model, plan, Svd(layout=layout or where.layout), where, trained=True)
+    account = size_account(model, plan, Svd(layout=layout or where.layout), where, trained=True)
     budget.resolve(account)
     data = None if prepare is None else prepare(model)
     for line in (*(() if data is None else data.notes), *_left_out(plan, account, budget)):
@@ -157,7 +168,7 @@ def shrink(
     return second if is_better else first
 
 
-def _left_out(plan: Plan, account: Account, budget: Budget) -> list[str]:
+def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
     """What stays as it is although it is large, and what the layers lose instead."""
     large = sorted(
         (item for item in plan.left_out if item.params >= 0.01 * account.dense), key=lambda item: -item.params

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidValueError
 
 
 def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     """
     for name, value in (("batch", batch), ("length", length)):
         if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
+            raise InvalidValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
     generator = torch.Generator().manual_seed(0)
 
     def tokens(num_words: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
 from rankwise.methods import make_method
-from rankwise.pruner import Pruner, account_of
+from rankwise.pruner import Pruner, size_account
 from rankwise.split import all_split
 
 ROUNDS = 7
@@ -103,7 +103,7 @@ class _Search:
     def smallest(self) -> int:
         """Parameters with one step of rank in every matrix."""
         method = make_method("fac")
-        account = account_of(self.model, self.plan, method, rank_multiple=self.rank_multiple, trained=False)
+        account = size_account(self.model, self.plan, method, rank_multiple=self.rank_multiple, trained=False)
         return account.size([min(self.rank_multiple, curve.num_components) for curve in account.curves])
 
     def trial(self, limit: int) -> _Trial:

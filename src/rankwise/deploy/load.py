@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -10,57 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.architectures import build, from_description
-from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, VERSION, WEIGHTS, dtype_name
+from rankwise.deploy.format import Saved, check_files, check_masks, damaged, read_structure, read_tensors
+from rankwise.deploy.save import STRUCTURE, dtype_name
 from rankwise.deploy.structure import (
     Head,
     Layer,
-    PivotEmbedding,
-    PivotHead,
-    PivotPair,
-    Selected,
     computed_of,
-    from_json,
     layer_of,
     role_of,
     tensors_of,
     walk,
 )
-from rankwise.errors import CheckpointError
-from rankwise.files import FILES, check_file, check_seal, verifies
+from rankwise.errors import CheckpointError, InvalidTypeError
 from rankwise.modules import embedding, joined
-from rankwise.split import split
+from rankwise.split import splitting
 from rankwise.swap import become
 
 FEW = 5
 """Misfits that an error names."""
-UNSEALED = 1
-"""The last version of the format without checksums."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What `rankwise.json` says."""
-
-    layers: dict[str, Layer]
-    tensors: dict[str, tuple[str, list[int]]]
-    """Dtype and shape, by the name under which a tensor is stored."""
-    tied: dict[str, str]
-    computed: dict[str, torch.dtype] | None
-    """Dtypes of the floating buffers that are not saved; None where the folder does not say."""
-    dense: dict[str, Any] | None
-    """The dense model, where its architecture is one of ours."""
-    files: dict[str, str]
-    """Checksums of the other files; empty where they are not to be compared."""
-
-    def stored_as(self, name: str) -> str:
-        """The name under which the tensor of that name is stored."""
-        return self.tied.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -84,23 +55,17 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     is in the environment). Folders of versions that wrote no checksums load without.
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
-        raise TypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
+        raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
     path = Path(folder)
-    saved = _read_structure(path, verify)
-    if skeleton is None:
-        with torch.device("meta"):
-            skeleton = build(_dense_config(path, saved))
+    saved = read_structure(path, verify)
+    skeleton = _empty(path, saved) if skeleton is None else skeleton
     # attention and recurrent modules whose layers were pruned
-    undo = split(skeleton, saved.layers)
-    try:
+    with splitting(skeleton, saved.layers):
         instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
         slots = _slots(saved, skeleton, instead)
-        _check_files(path, saved)
-        values = _read_tensors(path, saved)
-        _check_masks(path, saved, values)
-    except BaseException:
-        undo()
-        raise
+        check_files(path, saved)
+        values = read_tensors(path, saved)
+        check_masks(path, saved, values)
     return _filled(saved, skeleton, slots, instead, values)
 
 
@@ -110,9 +75,8 @@ def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
     Its architecture must be one of rankwise's own. The file of weights is not read.
     """
     path = Path(folder)
-    saved = _read_structure(path)
-    with torch.device("meta"):
-        skeleton = build(_dense_config(path, saved))
+    saved = read_structure(path)
+    skeleton = _empty(path, saved)
     instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
     slots = _slots(saved, skeleton, instead)
     try:
@@ -121,7 +85,7 @@ def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
             for name, (dtype, shape) in saved.tensors.items()
         }
     except (AttributeError, TypeError, RuntimeError) as error:
-        raise _damaged(path / STRUCTURE, str(error)) from None
+        raise damaged(path / STRUCTURE, str(error)) from None
     return _filled(saved, skeleton, slots, instead, values)
 
 
@@ -144,67 +108,15 @@ def _filled(
     return skeleton
 
 
-def _read_structure(folder: Path, verify: bool = True) -> Saved:
-    entry = _read_json(folder)
-    if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
-        raise CheckpointError(
-            f"{folder / STRUCTURE} must say that a rankwise model is here, but does not. "
-            "Give a folder that `rankwise.save` wrote."
-        )
-    if entry["version"] > VERSION:
-        raise CheckpointError(
-            f"The format of {folder} must be version {VERSION} at most, but is version {entry['version']}, "
-            f"written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
-        )
-    if entry["version"] < UNSEALED:
-        raise _damaged(folder / STRUCTURE, f"its version is {entry['version']}")
-    files = _read_checksums(folder, entry) if entry["version"] > UNSEALED and verify and verifies() else {}
-    try:
-        layers = {name: from_json(layer) for name, layer in entry["layers"].items()}
-        tensors = {name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()}
-        tied = {str(name): str(first) for name, first in entry["tied"].items()}
-        computed = (
-            {str(name): _floating(dtype) for name, dtype in entry["computed"].items()} if "computed" in entry else None
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
-        raise _damaged(folder / STRUCTURE, str(error)) from None
-    return Saved(layers, tensors, tied, computed, entry.get("dense"), files)
-
-
-def _read_checksums(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
-    try:
-        check_seal(entry)
-    except CheckpointError as error:
-        raise _changed(folder / STRUCTURE, error) from None
-    files: dict[str, str] = entry[FILES]
-    # a folder chooses no other place to read
-    if WEIGHTS not in files or not files.keys() <= {WEIGHTS, *OF_RUN}:
-        raise _damaged(folder / STRUCTURE, f"`{FILES}` names {', '.join(files) or 'nothing'}")
-    return files
-
-
-def _check_files(folder: Path, saved: Saved) -> None:
-    for name in saved.files:
-        path = folder / name
-        try:
-            check_file(path, saved.files)
-        except CheckpointError as error:
-            raise _changed(path, error) from None
-        except OSError as error:
-            raise _damaged(path, error.strerror or str(error)) from None
-
-
-def _floating(name: object) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"a dtype must be a floating one of torch, but is {name!r}")
-    return dtype
-
-
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The dense model that a saved one of ours was pruned from, with fresh weights: as large and as slow."""
     path = Path(folder)
-    return build(_dense_config(path, _read_structure(path)))
+    return build(_dense_config(path, read_structure(path)))
+
+
+def _empty(folder: Path, saved: Saved) -> nn.Module:
+    with torch.device("meta"):
+        return build(_dense_config(folder, saved))
 
 
 def _dense_config(folder: Path, saved: Saved) -> Any:
@@ -216,33 +128,7 @@ def _dense_config(folder: Path, saved: Saved) -> Any:
     try:
         return from_description(saved.dense)
     except (CheckpointError, TypeError) as error:
-        raise _damaged(folder / STRUCTURE, str(error)) from None
-
-
-def _read_json(folder: Path) -> Any:
-    for name in (STRUCTURE, WEIGHTS):
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {folder} has no {name}. "
-                "Give a folder that `rankwise.save` wrote."
-            )
-    try:
-        return json.loads((folder / STRUCTURE).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise _damaged(folder / STRUCTURE, str(error)) from None
-    except OSError as error:
-        raise CheckpointError(f"{folder / STRUCTURE} must be readable, but is not: {error.strerror}.") from None
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} must be as `rankwise.save` wrote it, but is damaged: {what}. Save the model again.")
-
-
-def _changed(path: Path, error: CheckpointError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} must be as `rankwise.save` wrote it, but is damaged: {error}. Save the model again or download it "
-        "again; pass verify=False (RANKWISE_VERIFY=0) to load it as it is."
-    )
+        raise damaged(folder / STRUCTURE, str(error)) from None
 
 
 def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collection[str] = ()) -> dict[int, nn.Module]:
@@ -367,43 +253,6 @@ def _refuse(misfits: list[str]) -> None:
             f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:FEW])}{more}. "
             "Build it with the code and the settings of the model that was pruned."
         )
-
-
-def _read_tensors(folder: Path, saved: Saved) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    try:
-        with safe_open(path, framework="pt") as file:
-            # a tensor as it comes is a window on the file, which may change later
-            values = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, str(error)) from None
-    found = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in values.items()}
-    for name in sorted(found.keys() | saved.tensors.keys()):
-        if found.get(name) != saved.tensors.get(name):
-            said = f"{name} is {found.get(name, 'missing')}, but {STRUCTURE} says {saved.tensors.get(name, 'nothing')}"
-            raise _damaged(path, said)
-    return values
-
-
-def _check_masks(folder: Path, saved: Saved, values: dict[str, Tensor]) -> None:
-    """Selected inputs must be as many as the weight has columns, and places an order of the outputs."""
-    for name, layer in saved.layers.items():
-        part = {PivotPair: "1.", PivotEmbedding: "1.", PivotHead: "projection."}.get(type(layer))
-        if part is not None:
-            places = values[saved.stored_as(f"{name}.{part}places" if name else f"{part}places")]
-            if not is_order(places):
-                raise _damaged(folder / WEIGHTS, f"the places of {name} must be an order of its outputs")
-        if isinstance(layer, Selected):
-            kept = values[saved.stored_as(f"{name}.kept" if name else "kept")]
-            if kept.dtype is not torch.bool or int(kept.sum()) != layer.kept:
-                raise _damaged(folder / WEIGHTS, f"{name} must keep {layer.kept} inputs, but keeps {int(kept.sum())}")
-
-
-def is_order(places: Tensor) -> bool:
-    """Whether a tensor holds the numbers 0 to n - 1, each once: what `PivotLinear` needs to read its outputs by."""
-    if places.dtype is not torch.int32:
-        return False
-    return torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32, device=places.device))
 
 
 def _place(saved: Saved, slots: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:

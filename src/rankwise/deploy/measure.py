@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rankwise.errors import InvalidValueError
+
 TOLERATED = 1.03
 """Times the dense model's time: above it a compact model is called slower."""
 
@@ -30,7 +32,7 @@ def time_together(
 ) -> dict[str, Timing]:
     """Time some calls against each other, one of each in turn."""
     if repeats < 2:
-        raise ValueError(f"`repeats` must be at least 2, but is {repeats} instead.")
+        raise InvalidValueError(f"`repeats` must be at least 2, but is {repeats} instead.")
 
     def milliseconds(call: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -56,9 +58,15 @@ def _timing(times: list[float]) -> Timing:
 
 
 def slower_than_dense(
-    what: str, milliseconds: float, dense_milliseconds: float, *, where: str = "", reason: str = ""
+    what: str,
+    milliseconds: float,
+    dense_milliseconds: float,
+    *,
+    where: str = "",
+    reason: str = "",
+    tolerated: float = TOLERATED,
 ) -> str | None:
-    """The line for a model that is slower than the dense one of the same precision by more than `TOLERATED` allows.
+    """The line for a model that is slower than the dense one of the same precision by more than `tolerated` allows.
 
     Args:
         what: the model, and its precision where there are several.
@@ -66,8 +74,9 @@ def slower_than_dense(
         dense_milliseconds: of the dense model in the same precision and the same place, timed in turns with it.
         where: engine, batch, threads.
         reason: where it is known.
+        tolerated: times the dense model's time, which should be more where the two did not take turns.
     """
-    if milliseconds <= TOLERATED * dense_milliseconds:
+    if milliseconds <= tolerated * dense_milliseconds:
         return None
     return (
         f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"

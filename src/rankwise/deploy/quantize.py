@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.core.copies import copied
-from rankwise.core.gates import State
+from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8.layer import Int8Linear, can_multiply_bytes
 from rankwise.lazy import lazy_weight
 from rankwise.modules import LowRankHead
 
 
-class BFloat16Linear(State):
+class BFloat16Linear(FixedDtypeModule):
     """A linear layer whose weight is bfloat16; it gives what it gets. It has no gradient."""
 
     weight_OI: Tensor

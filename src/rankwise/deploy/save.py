@@ -25,7 +25,7 @@ from rankwise.core.layers import GatedLayer
 from rankwise.deploy.architectures import describe
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.structure import computed_of, layers_of, tensors_of, to_json, walk
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidTypeError, RankwiseError
 from rankwise.files import reason, sealed, sync, write_json, write_tensors
 from rankwise.version import VERSION as OWN_VERSION
 
@@ -59,7 +59,7 @@ def save_with(
 ) -> None:
     """`save`, and JSON files `beside` the model, by name."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     check_unrounded(model)
     stored, tied = _distinct(model)
     if check_finite:

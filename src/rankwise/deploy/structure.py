@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
 Find = Callable[[str], nn.Module]
@@ -328,3 +328,17 @@ def _is(value: object, type_name: str) -> bool:
     if type_name.startswith("int"):
         return type(value) is int and value >= 0
     return type(value) is {"bool": bool, "str | None": str}[type_name]
+
+
+def is_order(places: Tensor) -> bool:
+    """Whether a tensor holds the numbers 0 to n - 1, each once: what `PivotLinear` needs to read its outputs by."""
+    if places.dtype is not torch.int32:
+        return False
+    return torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32, device=places.device))
+
+
+def floating_dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidValueError(f"a dtype must be a floating one of torch, but is {name!r}")
+    return dtype

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rankwise.errors import DataError
+from rankwise.errors import DataError, InvalidValueError
 from rankwise.files import not_utf8
 
 BYTES_PER_TOKEN = 16
@@ -37,7 +37,9 @@ class Calibration:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 option = " (--windows)" if name == "num_windows" else ""
-                raise ValueError(f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead.")
+                raise InvalidValueError(
+                    f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead."
+                )
 
     @property
     def num_kept_back(self) -> int:

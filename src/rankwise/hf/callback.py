@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_utils import unwrap_model
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidTypeError, RankwiseError
 from rankwise.pruner import Pruner
 
 
@@ -26,7 +26,7 @@ class PruningCallback(TrainerCallback):
 
     def __init__(self, pruner: Pruner) -> None:
         if not isinstance(pruner, Pruner):
-            raise TypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
+            raise InvalidTypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
         self.pruner = pruner
         self._scale = 1.0
 
@@ -73,7 +73,7 @@ class PruningCallback(TrainerCallback):
         controller = self.pruner.controller
         sizes = {
             "expected_size": round(controller.expected_size()),
-            "target_size": controller.target(),
+            "target_size": controller.target_size(),
             "budget": self.pruner.limit,
         }
         if logs is not None:
@@ -92,5 +92,5 @@ class PruningCallback(TrainerCallback):
         self._forget_best(state)
 
     def _forget_best(self, state: TrainerState) -> None:
-        if self.pruner.controller.target() > self.pruner.limit:
+        if self.pruner.controller.target_size() > self.pruner.limit:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from rankwise.core.budget import Budget
-from rankwise.core.memory import return_large_blocks, trim
+from rankwise.core.host_memory import release_freed_memory, return_large_blocks
 from rankwise.deploy.compress import Compressed, Data, Listener, Windows, place, sampled_loss, shrink, windows_of
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.windows import Calibration, Marks
@@ -94,7 +94,7 @@ def compress_pretrained(
         marks = marks_of(tokenizer, _config(model))
         windows = windows_of(numbering(tokenizer), calibration, marks=marks)
         del tokenizer
-        trim()
+        release_freed_memory()
         prepare = _preparing(windows, marks, calibration)
     return shrink(
         *(load, budget, save),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError
 
 Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
 """As transformers calls them in `config.problem_type`."""
@@ -40,11 +40,11 @@ class Distillation:
         for name in ("labels", "logits", "hidden"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise ValueError(f"`{name}` must be at least 0 and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be at least 0 and finite, but is {value} instead.")
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"`temperature` must be positive and finite, but is {self.temperature} instead.")
+            raise InvalidValueError(f"`temperature` must be positive and finite, but is {self.temperature} instead.")
         if not self.labels + self.logits + self.hidden:
-            raise ValueError("One of `labels`, `logits` and `hidden` must be above 0, but all are 0.")
+            raise InvalidValueError("One of `labels`, `logits` and `hidden` must be above 0, but all are 0.")
 
 
 def distillation_loss(

@@ -14,8 +14,10 @@ SECONDS = 5.0
 def check_name(name: str | os.PathLike[str], what: str = "MODEL") -> None:
     """Refuse a path where there is nothing. A word, or two with a slash between them, may be a name on the hub."""
     text = os.fspath(name)
-    if os.path.exists(text):
+    if os.path.isdir(text):
         return
+    if os.path.exists(text):
+        raise CheckpointError(f"{what} must be a folder, or a name on the hub such as org/name, but {text} is a file.")
     path = Path(text)
     # `models/mine`, where there is a folder `models`, is a slip in the second word
     inside = len(path.parts) > 1 and path.parent.is_dir()

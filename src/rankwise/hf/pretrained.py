@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.save import whole_folder
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.hf.card import Pair, card
 from rankwise.hf.layout import is_gated
 from rankwise.hf.saving import CONFIG
@@ -71,7 +71,7 @@ def save_pretrained(
 
 def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
+        raise InvalidTypeError(
             f"`model` must be a model of transformers, but is a {type(model).__name__} instead. "
             "Use `rankwise.save` for others."
         )
@@ -89,7 +89,7 @@ def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
 def _check_figures(word: str, figures: Mapping[str, Pair] | None) -> None:
     for name, pair in (figures or {}).items():
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(math.isfinite(number) for number in pair):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`{word}` must give two numbers by name, dense and compact, but {name!r} has {pair!r} instead."
             )
 

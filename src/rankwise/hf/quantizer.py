@@ -15,7 +15,8 @@ from safetensors import safe_open
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.deploy.load import is_order, replacements
+from rankwise.deploy.load import replacements
+from rankwise.deploy.structure import is_order
 from rankwise.errors import CheckpointError
 from rankwise.files import check_file
 from rankwise.hf.layout import AGAIN, METHOD, Layout, is_foreign

@@ -1,25 +1,23 @@
-"""What a method is: how a matrix is written, which gate it gets, and what moves the gates."""
+"""The interface of a method: how a matrix is represented, which gate it gets, and what moves the gates."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import Account, CostCurve
+from rankwise.core.budget import CostCurve, SizeAccount
 from rankwise.core.calibrate import second_moments
-from rankwise.core.control import Controller
+from rankwise.core.controller import Controller
 from rankwise.core.factorize import Factors, Moments, random, svd, svd_of_pair
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Plan, Site, Source
 from rankwise.core.targets import Target
-
-Init = Literal["svd", "whitened", "random"]
 
 
 @dataclass(frozen=True)
@@ -27,75 +25,88 @@ class Factorizer:
     """How a matrix becomes factors."""
 
     make: Callable[[Site, Source, int], Factors]
-    """Factors of the given rank for the matrix of a site."""
-    keeps: bool
-    """Whether P Q is that matrix, as far as the rank allows; else they start afresh."""
+    """Makes factors of the given rank for the matrix of a site."""
+    keeps_weight: bool
+    """Whether P Q approximates the matrix; otherwise the factors are random."""
+
+
+def make_factorizer(
+    init: str, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int
+) -> Factorizer:
+    """Factors by `Pruner(init=)`: the SVD of the weights, whitened if there is `calibration` data, or random ones."""
+    if init == "random":
+        generator = torch.Generator().manual_seed(seed)
+        return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps_weight=False)
+    moments = second_moments(model, plan, calibration) if calibration is not None else {}
+    return Factorizer(lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)), keeps_weight=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A row of the paper's tables. Its fields are its settings.
+    """A row of the paper's tables. The fields of a method are its settings.
 
-    A method is a representation (how a matrix is cut into components) x a gating (what opens and closes them):
-    `rankwise.methods.representations` x `rankwise.methods.gatings`.
+    A method combines a representation (how a matrix is divided into components, `rankwise.methods.representations`)
+    and a gating (what opens and closes them, `rankwise.methods.gatings`).
     """
 
     name: ClassVar[str]
     counts_nonzeros: ClassVar[bool] = False
     """Whether sizes count non-zero weights, because matrices keep their shape."""
     splits_pairs: ClassVar[bool] = False
-    """Whether the two matrices of a low-rank pair are pruned each for itself."""
+    """Whether the two matrices of a low-rank pair are pruned separately."""
     prunes: ClassVar[bool] = True
-    """Whether a plan without a single matrix is a mistake."""
+    """Whether the method prunes at all, so that a plan without any matrix is a mistake."""
 
-    def refuses(self, site: Site) -> str | None:
+    def skip_reason(self, site: Site) -> str | None:
         """Why this method cannot prune `site`, or None if it can."""
         return None
 
     @abstractmethod
-    def curve(self, site: Site, *, trained: bool) -> CostCurve:
-        """What exporting k components of `site` costs; `trained` says that its weights are worth keeping."""
+    def cost_curve(self, site: Site, *, trained: bool) -> CostCurve:
+        """What exporting k components of `site` costs; `trained` if its weights are to be kept."""
 
-    def aimed(self, site: Site, curve: CostCurve, target: Target, rank_multiple: int | None) -> CostCurve:
-        """`curve` with the ranks that `target` wants; `rank_multiple`, where it is given, is what the user wants."""
+    def for_target(self, site: Site, curve: CostCurve, target: Target, rank_multiple: int | None) -> CostCurve:
+        """`curve` with the rank multiple that is fast on `target`, or with `rank_multiple` if it is given."""
         full_rank = min(site.shape) if site.pair_rank is None else site.pair_rank
         return replace(curve, multiple=rank_multiple or target.rank_multiple(full_rank))
 
     @abstractmethod
-    def represent(
+    def make_matrix(
         self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
     ) -> GatedMatrix:
-        """The gated matrix that takes the place of `source`."""
+        """The gated matrix that replaces `source`."""
 
     def overhead_bytes(self, site: Site) -> int:
-        """Bytes that an exported `site` saves beside its parameters."""
+        """The bytes that an exported `site` saves in addition to its parameters."""
         return 0
 
-    def allot(self, account: Account, limit: int) -> Account:
-        """The books once the ranks that are chosen before training are chosen."""
+    def fix_ranks(self, account: SizeAccount, limit: int) -> SizeAccount:
+        """The account with the ranks that are chosen before training, for methods that choose them then."""
         return account
 
     @abstractmethod
-    def gate(self, num_components: int) -> Gate:
+    def make_gate(self, num_components: int) -> Gate:
         """A gate over the components of one matrix."""
 
     @abstractmethod
-    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
-        """What moves the gates."""
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
+        """The controller that moves the gates."""
 
 
-def factors(
-    site: Site, source: Source, rank: int, factorizer: Factorizer, *, anew: bool = False
+def factor_parameters(
+    site: Site, source: Source, rank: int, factorizer: Factorizer, *, refactor: bool = False
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """P and Q of a site: those the model holds, unless they are to be made anew, or new ones."""
-    if source.p_OR is not None and source.q_RI is not None and site.pair_rank == rank and not anew:
+    """P and Q of a site: the model's own pair unless `refactor` is set, otherwise new ones."""
+    if source.p_OR is not None and source.q_RI is not None and site.pair_rank == rank and not refactor:
         return as_parameter(source.p_OR), as_parameter(source.q_RI)
     made = factorizer.make(site, source, rank)
     return nn.Parameter(made.p_OR, source.requires_grad), nn.Parameter(made.q_RI, source.requires_grad)
 
 
-def factorized(source: Source, rank: int, moments: Moments | None = None) -> Factors:
-    """The SVD of a site's matrix, which is not multiplied out if the model holds a pair."""
+def svd_of_source(source: Source, rank: int, moments: Moments | None = None) -> Factors:
+    """The SVD of a site's matrix; a pair that the model holds is not multiplied out."""
     if source.weight_OI is not None:
         return svd(source.weight_OI, rank, moments)
     assert source.p_OR is not None and source.q_RI is not None
@@ -103,7 +114,7 @@ def factorized(source: Source, rank: int, moments: Moments | None = None) -> Fac
 
 
 def dense_weight(source: Source) -> Tensor:
-    """The matrix of a site, multiplied out if the model holds a pair."""
+    """The matrix of a site; a pair that the model holds is multiplied out."""
     if source.weight_OI is not None:
         return source.weight_OI.detach()
     assert source.p_OR is not None and source.q_RI is not None
@@ -111,18 +122,7 @@ def dense_weight(source: Source) -> Tensor:
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """The model's own parameter where it is one, so that what holds it keeps it; else a new one."""
+    """`tensor` itself if it is a parameter, so that optimizers that hold it keep it; otherwise a new parameter."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach().contiguous(), requires_grad)
-
-
-def make_factorizer(
-    init: Init, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int
-) -> Factorizer:
-    """How `init` makes factors of a matrix, with `calibration` for what reaches it."""
-    if init == "random":
-        generator = torch.Generator().manual_seed(seed)
-        return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps=False)
-    moments = second_moments(model, plan, calibration) if calibration is not None else {}
-    return Factorizer(lambda site, source, rank: factorized(source, rank, moments.get(site.name)), keeps=True)

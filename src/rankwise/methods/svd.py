@@ -1,4 +1,4 @@
-"""One-shot SVD: components ranked by what dropping them costs, with no training at all."""
+"""One-shot SVD: components are ranked by the error that dropping them adds, without training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import Account, CostCurve
-from rankwise.core.choice import ranked_counts, worth
-from rankwise.core.control import Controller, FixedController
+from rankwise.core.allocation import global_allocation, value_per_parameter
+from rankwise.core.budget import CostCurve, SizeAccount
+from rankwise.core.controller import Controller, FixedController
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.plan import Site, Source
@@ -21,12 +21,14 @@ from rankwise.methods.representations import Factorized
 
 @dataclass(frozen=True, kw_only=True)
 class Svd(Factorized):
+    """Rank-1 components of the SVD, the best of the whole model."""
+
     name = "svd"
 
-    def gate(self, num_components: int) -> Gate:
+    def make_gate(self, num_components: int) -> Gate:
         return ScoredGate(num_components)
 
-    def represent(
+    def make_matrix(
         self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
     ) -> GatedMatrix:
         assert isinstance(gate, ScoredGate)
@@ -36,22 +38,24 @@ class Svd(Factorized):
         return FactorizedMatrix(p, q, gate, curve)
 
     def scores(self, site: Site, energy_R: Tensor, curve: CostCurve, *, comparable: bool = False) -> Tensor:
-        """What each component is worth per parameter; `comparable` says that energies of all sites are in one unit.
+        """The value per parameter of each component; `comparable` if the energies of all sites have the same unit.
 
-        Else a component counts by the share of its layer's output, and a layer by the root of its size: counting all
-        alike starves the large ones, counting by size the small ones (docs/log.md).
+        Otherwise a component is valued by its share of the layer's output, times the square root of the layer's size:
+        equal values would starve the large layers, values by size the small ones (docs/log/).
         """
         if not comparable:
             share = energy_R / energy_R.sum().clamp(min=torch.finfo(torch.float64).tiny)
             energy_R = share * math.sqrt(math.prod(site.shape))
-        return worth(energy_R, curve)
+        return value_per_parameter(energy_R, curve)
 
-    def controller(self, matrices: Sequence[GatedMatrix], account: Account, limit: int, *, seed: int) -> Controller:
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
         return ScoredController(matrices, account, limit)
 
 
 class ScoredGate(Gate):
-    """An open gate that remembers what each component is worth, in descending order."""
+    """An open gate with a score for each component, in descending order."""
 
     scores: Tensor
 
@@ -61,8 +65,8 @@ class ScoredGate(Gate):
 
 
 class ScoredController(FixedController):
-    """Keeps the components that are worth most per parameter."""
+    """Keeps the components of highest score in the whole model."""
 
-    def counts(self, limit: int) -> list[int]:
+    def num_kept(self, limit: int) -> list[int]:
         scores = [gate.scores for gate in self.gates if isinstance(gate, ScoredGate)]
-        return ranked_counts(scores, self.account.curves, limit - self.account.fixed)
+        return global_allocation(scores, self.account.curves, limit - self.account.fixed)

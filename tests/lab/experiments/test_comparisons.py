@@ -12,7 +12,7 @@ from rankwise.lab.experiments.fields import override
 from rankwise.lab.experiments.folder import read_experiment
 from rankwise.lab.experiments.pipeline import prune
 from rankwise.lab.experiments.sweep import sweep
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import PHASE, toy
 

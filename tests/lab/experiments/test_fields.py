@@ -34,7 +34,7 @@ def test_a_dtype_survives_json(tmp_path: Path) -> None:
 def test_a_damaged_experiment_is_refused(tmp_path: Path) -> None:
     plain = to_json(toy(tmp_path))
     del plain["method"]
-    with pytest.raises(RankwiseError, match="must hold all of its settings, but 'method'"):
+    with pytest.raises(RankwiseError, match="must hold the settings of one, but .* missing .* 'method'"):
         from_json(plain)
 
 
@@ -171,7 +171,7 @@ def test_parts_that_are_missing_can_be_made_and_taken_away(tmp_path: Path) -> No
         ),
         ({"compare": "dens"}, "`compare` must name methods .* Did you mean 'dense'"),
         ({"budget": "none"}, "`budget` goes with every method but dense, but is missing with flop-l0"),
-        ({"budget": "small"}, "`budget` is a group of settings, or none"),
+        ({"budget": "small"}, "`budget` must be none, or be set one by one, but is 'small'"),
         ({"base": "none", "base.lr": "1"}, "`base.lr` cannot be set where `base` is none"),
         ({"seed": "-1"}, "`seed` must be a whole number of at least 0, but is -1"),
         ({"init": "whitened"}, '`init` must be "svd" or "random" in an experiment'),
@@ -183,6 +183,12 @@ def test_a_mistake_is_one_line(texts: dict[str, str], message: str, tmp_path: Pa
         override(toy(tmp_path), texts)
     assert "\n" not in str(caught.value)
     assert "Pruner(" not in str(caught.value)
+
+
+def test_a_group_that_is_none_says_what_else_it_needs(tmp_path: Path) -> None:
+    experiment = override(toy(tmp_path), {"base": "none"})
+    with pytest.raises(RankwiseError, match="`base` is none, so it needs `steps` too, but has none. Add --base.steps"):
+        override(experiment, {"base.lr": "1"})
 
 
 def test_a_dense_experiment_says_how_another_method_gets_its_size(tmp_path: Path) -> None:

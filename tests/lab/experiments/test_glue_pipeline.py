@@ -26,7 +26,7 @@ from rankwise.lab.experiments.glue.data import held_apart, predict
 from rankwise.lab.experiments.glue.encoder import check_encoder, load_encoder
 from rankwise.lab.experiments.glue.presets import ENCODERS, glue, outline
 from rankwise.lab.experiments.sweep import sweep
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from tests.lab.experiments.glue_toys import encoder, mrpc, toy
 
 pytestmark = [

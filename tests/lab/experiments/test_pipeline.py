@@ -21,7 +21,7 @@ from rankwise.lab.experiments.folder import load_run, read_experiment
 from rankwise.lab.experiments.pipeline import prune, train
 from rankwise.lab.experiments.sample import sample
 from rankwise.lab.experiments.sweep import sweep
-from rankwise.lab.report.tables import table
+from rankwise.lab.report import table
 from rankwise.lab.training.records import RunFolder
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import MODELS, PHASE, Phases, toy
@@ -36,6 +36,7 @@ METHODS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_every_model(kind: str, method: str, tmp_path: Path) -> None:

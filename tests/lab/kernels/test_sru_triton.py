@@ -215,7 +215,7 @@ def test_a_fused_stack_gives_the_outputs_and_gradients_of_the_plain_one(
         for gate in pruner.controller.gates:
             if method == "flop-l0":
                 gate.alpha.copy_(torch.linspace(-5, 5, gate.num_components))
-        pruner.controller.outdate()
+        pruner.controller.invalidate_masks()
     got = run_model(model, True, monkeypatch)
     assert_same(got, run_model(model, False, monkeypatch), 1e-5)
 

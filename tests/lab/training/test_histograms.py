@@ -51,6 +51,6 @@ def test_a_gate_that_learns_is_as_open_as_the_mean_of_its_samples(tmp_path: Path
     gate.alpha.copy_(torch.linspace(-3, 3, gate.num_components))
     controller._step = 0
     noise = torch.rand(50_000, gate.num_components, generator=torch.Generator().manual_seed(0))
-    opened = controller.openness()
+    opened = controller.open_fractions()
     assert opened is not None
     torch.testing.assert_close(opened[0], gate.distribution.sample(gate.alpha, noise).mean(0), atol=0.01, rtol=0)

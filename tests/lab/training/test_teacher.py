@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.lab.data.windows import IGNORED
-from rankwise.lab.training import TrainingConfig
+from rankwise.lab.training import TrainingConfig, fit
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.teacher import distillation_loss
 from tests.lab.training.training_toys import CONFIG, make_corpus, make_model, run
@@ -84,7 +84,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         run("sru", None, tmp_path / "run", config=config, teacher=teacher_of(tmp_path))
     corpus, model = make_corpus(tmp_path / "data"), teacher_of(tmp_path)
     with pytest.raises(ValueError, match="`teacher` must be another module than `model`"):
-        rw.training.fit(model, corpus, DISTILLED, tmp_path / "run", teacher=model)
+        fit(model, corpus, DISTILLED, tmp_path / "run", teacher=model)
     words = make_model("adaptive", 8)
     with pytest.raises(rw.RankwiseError, match="must give logits of all words, but an adaptive softmax"):
         run("adaptive", None, tmp_path / "run", config=DISTILLED, teacher=words)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.deploy.export.program import Captured, Inputs, first_line, flatten, quiet
 from rankwise.deploy.measure import evaluating
 from rankwise.deploy.save import whole_folder
-from rankwise.errors import CheckpointError, install_extra
+from rankwise.errors import CheckpointError, InvalidTypeError, install_extra
 from rankwise.files import sync, write_json
 from rankwise.version import VERSION
 
@@ -228,5 +228,7 @@ def as_flat_numpy(inputs: Inputs, wanted: list[str]) -> dict[str, Any]:
     flat = flatten(inputs)
     missing = [name for name in wanted if name not in flat]
     if missing:
-        raise TypeError(f"The exported model needs {', '.join(missing)}, but got {', '.join(flat) or 'nothing'}.")
+        raise InvalidTypeError(
+            f"The exported model needs {', '.join(missing)}, but got {', '.join(flat) or 'nothing'}."
+        )
     return {name: flat[name].detach().contiguous().numpy() for name in wanted}

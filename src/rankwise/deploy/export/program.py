@@ -21,7 +21,7 @@ from rankwise.deploy.export.attention import NothingSeen
 from rankwise.deploy.export.fuse import fuse
 from rankwise.deploy.export.plain import plain
 from rankwise.deploy.measure import evaluating
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidTypeError
 
 Inputs = Mapping[str, Any]
 """What a model is called with: tensors, or tuples of them, by the names of its arguments."""
@@ -76,7 +76,7 @@ def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
             yield from ((f"{name}_{i}", part) for i, part in enumerate(value))
         else:
-            raise TypeError(
+            raise InvalidTypeError(
                 f"`example_inputs` must hold tensors, or tuples of them, by name, but {name!r} is "
                 f"{type(value).__name__} instead. Example: {{'input_ids': tokens}}."
             )
@@ -101,9 +101,9 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     A size of 1 in the example counts as fixed, so give a batch and a length of 2 or more.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     if not isinstance(example_inputs, Mapping) or not example_inputs:
-        raise TypeError(
+        raise InvalidTypeError(
             f"`example_inputs` must be a dictionary of inputs by name, but is {type(example_inputs).__name__} instead. "
             "Example: {'input_ids': tokens}."
         )

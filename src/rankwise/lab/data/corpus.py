@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rankwise.errors import DataError
+from rankwise.errors import DataError, InvalidValueError
 from rankwise.lab.data.symbols import Array
 from rankwise.lab.data.text import reason
 from rankwise.lab.data.vocabulary import Vocabulary
@@ -66,11 +66,11 @@ def open_corpus(folder: Path) -> Corpus:
     try:
         about = json.loads((folder / "corpus.json").read_bytes())
         if (about["format"], about["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
+            raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
         splits = {split: np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False) for split in SPLITS}
         for split, tokens in splits.items():
             if tokens.shape != (about["tokens"][split],):
-                raise ValueError(f"{split}.npy holds {tokens.shape} tokens, not {about['tokens'][split]}")
+                raise InvalidValueError(f"{split}.npy holds {tokens.shape} tokens, not {about['tokens'][split]}")
         return Corpus(
             name=about["name"],
             unit=about["unit"],

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.errors import DataError
+from rankwise.errors import DataError, InvalidValueError
 from rankwise.lab.data.symbols import Array
 
 IGNORED = -100
@@ -32,7 +32,7 @@ class Windows:
 
     def __init__(self, tokens: Array, *, batch: int, unroll: int, seed: int = 0) -> None:
         if batch < 1 or unroll < 1:
-            raise ValueError(f"`batch` and `unroll` must be positive, but are {batch} and {unroll} instead.")
+            raise InvalidValueError(f"`batch` and `unroll` must be positive, but are {batch} and {unroll} instead.")
         if len(tokens) < batch * unroll:
             raise DataError(
                 f"A training text must hold at least one window of {batch} x {unroll} tokens, but has {len(tokens):,}. "
@@ -58,7 +58,7 @@ class Windows:
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, both (B, T) and int64; a target is the token after its input."""
         if step < 0:
-            raise ValueError(f"`step` must not be negative, but is {step} instead.")
+            raise InvalidValueError(f"`step` must not be negative, but is {step} instead.")
         # in Python's integers, which do not overflow
         first = step * self.unroll % len(self.tokens)
         positions = (self._starts_B[:, None] + first + np.arange(self.unroll + 1)) % len(self.tokens)
@@ -92,9 +92,9 @@ class Evaluation:
 
     def __init__(self, tokens: Array, *, unroll: int, streams: int = MAX_STREAMS) -> None:
         if unroll < 1:
-            raise ValueError(f"`unroll` must be positive, but is {unroll} instead.")
+            raise InvalidValueError(f"`unroll` must be positive, but is {unroll} instead.")
         if not 1 <= streams <= MAX_STREAMS:
-            raise ValueError(f"`streams` must be from 1 to {MAX_STREAMS}, but is {streams} instead.")
+            raise InvalidValueError(f"`streams` must be from 1 to {MAX_STREAMS}, but is {streams} instead.")
         if len(tokens) < 2:
             raise DataError(
                 f"A text to evaluate on must hold at least two tokens, but has {len(tokens)}. Give it more text."

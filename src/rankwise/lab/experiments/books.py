@@ -15,7 +15,7 @@ from rankwise.lab.experiments.config import Experiment
 from rankwise.lab.training import Outcome
 from rankwise.lab.training.histograms import GATES
 from rankwise.lab.training.records import RunFolder
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import plan_for_method, size_account
 
 
 def sizes(experiment: Experiment, outcome: Outcome, small: nn.Module, num_words: int) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def sizes(experiment: Experiment, outcome: Outcome, small: nn.Module, num_words:
         return {"parameters": count(small), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
     else:
         model = _fresh(experiment, num_words)
-        plan = planned(model, experiment.plan(model), experiment.method)
-        account = account_of(model, plan, experiment.method, trained=True)
+        plan = plan_for_method(model, experiment.plan(model), experiment.method)
+        account = size_account(model, plan, experiment.method, trained=True)
         report = SizeReport.of(small, account, experiment.budget)
     return {
         "parameters": report.exported,
@@ -45,7 +45,7 @@ def analysis(experiment: Experiment, outcome: Outcome, small: nn.Module, num_wor
             return {}
         sites = experiment.plan(_fresh(experiment, num_words)).sites
         return {"matrices": {site.name: [site.params, _kept(small, site)] for site in sites}}
-    counts = pruner.controller.counts(pruner.limit)
+    counts = pruner.controller.num_kept(pruner.limit)
     books = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
     found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in books}}
     lines = [line for line in RunFolder(outcome.folder).lines() if GATES in line]

@@ -14,7 +14,7 @@ from torch import nn
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget
 from rankwise.core.plan import Plan
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import InvalidValueError, RankwiseError, nearest
 from rankwise.lab.data.corpus import Corpus, Unit
 from rankwise.lab.data.sources import load_corpus
 from rankwise.lab.models import ModelConfig
@@ -89,7 +89,7 @@ class Experiment:
         if self.init == "whitened":
             raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
         if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"`dropout` must lie in [0, 1), but is {self.dropout} instead.")
+            raise InvalidValueError(f"`dropout` must lie in [0, 1), but is {self.dropout} instead.")
         if self.dropout is not None and self.method.name == "dense":
             raise RankwiseError(
                 f"`dropout` goes with every method but dense, which keeps its model's, but is {self.dropout:g}. "
@@ -145,7 +145,7 @@ def lighter_dropout(dropout: float, removed: float) -> float:
 def check_method(method: Method, budget: Budget | None, compare: tuple[str, ...], seed: int) -> None:
     """What every experiment refuses."""
     if type(seed) is not int or seed < 0:
-        raise ValueError(f"`seed` must be a whole number of at least 0, but is {seed!r} instead.")
+        raise InvalidValueError(f"`seed` must be a whole number of at least 0, but is {seed!r} instead.")
     if (budget is None) != (method.name == "dense"):
         found, remedy = ("missing", "Example: --budget.removed 0.8.") if budget is None else ("given", "Leave it out.")
         raise RankwiseError(f"`budget` goes with every method but dense, but is {found} with {method.name}. {remedy}")

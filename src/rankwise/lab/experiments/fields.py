@@ -1,4 +1,4 @@
-"""Experiments as text: settings by dotted name, values from strings and from JSON, every mistake in one line.
+"""Experiments as text: settings by dotted name, values from strings and from JSON. Every mistake is one line.
 
 override(experiment, {"training.lr": "1e-3", "budget.removed": "0.9", "method": "np-l0"})
 """
@@ -10,18 +10,19 @@ import dataclasses
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from rankwise.core.budget import GOALS, Budget
-from rankwise.deploy.architectures import describe_config, from_description
-from rankwise.errors import RankwiseError, nearest
+from rankwise.core.budget import UNITS, Budget
+from rankwise.deploy.architectures import REGISTERED, describe_config, from_description
+from rankwise.errors import InvalidValueError, RankwiseError, nearest
 from rankwise.lab.experiments.arms import AnyExperiment
 from rankwise.lab.experiments.config import Experiment
 from rankwise.methods import METHODS, make_method
+from rankwise.methods.base import Method
 
 BOTH = "both"
 """`both.lr` stands for `base.lr` and `training.lr`."""
@@ -36,106 +37,125 @@ class Setting:
     """One value of an experiment that can be set."""
 
     name: str
-    """With dots: `training.lr`."""
+    """The dotted name, such as `training.lr`."""
     hint: Any
+    """The type of the field."""
     value: Any
     about: str
-    """The first paragraph of its description."""
+    """The docstring under the field, as one line."""
 
 
 def settings(experiment: AnyExperiment) -> dict[str, Setting]:
-    """Every setting by its name."""
-    found = (setting for setting in _settings("", experiment) if setting.name not in _HIDDEN)
-    return {setting.name: setting for setting in found}
+    """Every setting of the experiment by its dotted name."""
+    return {setting.name: setting for setting in _settings("", experiment) if setting.name not in _HIDDEN}
 
 
 def override(experiment: AnyExperiment, texts: Mapping[str, str]) -> AnyExperiment:
-    """The experiment with some settings changed."""
-    texts = dict(_both(texts, experiment))
+    """The experiment with some settings changed; `texts` maps dotted names to values as they are typed."""
+    texts = dict(_expand_both(texts, experiment))
     if "method" in texts:
         if STEPS in texts:
-            # a ramp that a method gains is a share of them
+            # a method that gains a ramp takes its length from the number of steps
             experiment = override(experiment, {STEPS: texts.pop(STEPS)})
         experiment = _swap_method(experiment, texts.pop("method"), texts)
-    changed: AnyExperiment = _changed(experiment, type(experiment), _tree(texts, experiment))
+    changed: AnyExperiment = _rebuild(experiment, type(experiment), _tree(texts, experiment))
     return changed
 
 
-def parse(hint: Any, text: str, name: str) -> Any:
-    """The value that a text stands for."""
-    choices = _choices(hint)
-    if type(None) in choices and text.lower() == "none":
+def as_text(value: Any) -> str:
+    """A value as it is written on the command line; "..." for a group of settings."""
+    if dataclasses.is_dataclass(value):
+        return "..."
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value)) or '""'
+    return str(value).removeprefix("torch.")
+
+
+def parse_value(hint: Any, text: str, name: str) -> Any:
+    """The value of type `hint` that a text stands for; `name` is what errors call it."""
+    kinds = [kind for kind in _members(hint) if not dataclasses.is_dataclass(kind)]
+    if type(None) in kinds and text.lower() == "none":
         return None
-    kinds = [kind for kind in choices if kind is not type(None) and not dataclasses.is_dataclass(kind)]
+    kinds = [kind for kind in kinds if kind is not type(None)]
     if not kinds:
         raise RankwiseError(
-            f"`{name}` is a group of settings, or none, but is {text!r} instead. Example: --{name} none."
+            f"`{name}` must be none, or be set one by one, but is {text!r} instead. Example: --{name} none."
         )
-    words = [word for kind in kinds for word in get_args(kind) if get_origin(kind) is Literal]
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     if words:
-        if text in words:
-            return text
-        raise RankwiseError(
-            f"`{name}` must be one of {', '.join(map(str, words))}, but is {text!r} instead.{nearest(text, words)}"
-        )
+        if text not in words:
+            known = ", ".join(map(str, words))
+            raise RankwiseError(f"`{name}` must be one of {known}, but is {text!r} instead.{nearest(text, words)}")
+        return text
+    if get_origin(kinds[0]) is tuple:
+        return tuple(parse_value(get_args(kinds[0])[0], part, name) for part in text.split(",") if part)
     for kind in kinds:
         try:
-            return _value(kind, text, name)
+            return _SCALARS[kind][1](text)
         except ValueError:
             continue
-    raise RankwiseError(f"`{name}` must be {' or '.join(map(_in_words, kinds))}, but is {text!r} instead.")
+    rule = " or ".join(_SCALARS[kind][0] for kind in kinds)
+    raise RankwiseError(f"`{name}` must be {rule}, but is {text!r} instead.")
 
 
 def to_json(experiment: AnyExperiment) -> dict[str, Any]:
-    """All settings, for JSON."""
-    plain = dataclasses.asdict(experiment)
-    if isinstance(experiment, Experiment):
-        plain["model"] = describe_config(experiment.model)
-    plain["method"] = {"name": experiment.method.name, **plain["method"]}
-    if experiment.budget is not None and experiment.budget.dtype is not None:
-        plain["budget"]["dtype"] = str(experiment.budget.dtype).removeprefix("torch.")
+    """All settings of an experiment, for JSON."""
+    plain: dict[str, Any] = _to_plain(experiment)
     return plain
 
 
 def from_json(plain: Mapping[str, Any]) -> AnyExperiment:
     """The experiment that `to_json` described."""
-    try:
-        if "task" not in plain:
-            return Experiment(**_from_plain(Experiment, plain))
+    kind: type[AnyExperiment] = Experiment
+    if "task" in plain:
         from rankwise.lab.experiments.glue.config import GlueExperiment
 
-        return GlueExperiment(**_from_plain(GlueExperiment, plain))
+        kind = GlueExperiment
+    try:
+        experiment: AnyExperiment = _from_plain(kind, plain)
+        return experiment
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RankwiseError(f"A saved experiment must hold all of its settings, but {error}.") from error
+        raise RankwiseError(f"A saved experiment must hold the settings of one, but {error}.") from error
 
 
-def _from_plain(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of an experiment."""
-    parts, hints = dict(plain), get_type_hints(kind)
-    method = dict(parts["method"])
-    parts["method"] = make_method(method.pop("name"), **method)
-    if kind is Experiment:
-        parts["model"] = from_description(parts["model"])
-    budget = None if parts["budget"] is None else dict(parts["budget"])
-    if budget is not None and budget["dtype"] is not None:
-        budget["dtype"] = getattr(torch, budget["dtype"])
-    parts["budget"] = budget
-    for name, hint in hints.items():
-        group: Any = next(filter(dataclasses.is_dataclass, _choices(hint)), None)
-        if isinstance(parts[name], dict) and group is not None:
-            parts[name] = group(**parts[name])
-    return parts
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return as_text(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    if any(type(value) is known.config for known in REGISTERED.values()):
+        return describe_config(value)
+    plain = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"name": value.name, **plain} if isinstance(value, Method) else plain
+
+
+def _from_plain(hint: Any, plain: Any) -> Any:
+    """The value of type `hint` that `_to_plain` described."""
+    kinds = _members(hint)
+    if torch.dtype in kinds and plain is not None:
+        return _dtype(plain)
+    if not isinstance(plain, Mapping):
+        return plain
+    if "architecture" in plain:
+        return from_description(plain)
+    kind: Any = next(filter(dataclasses.is_dataclass, kinds))
+    if kind is Method:
+        return make_method(**plain)
+    hints = get_type_hints(kind)
+    return kind(**{name: _from_plain(hints[name], value) for name, value in plain.items()})
 
 
 def _settings(prefix: str, config: Any) -> Iterator[Setting]:
-    """Those of a config, given as a dataclass or as its type where there is none yet."""
+    """The settings of a dataclass; `config` is one, or its type where the experiment has none."""
     kind = config if isinstance(config, type) else type(config)
     hints, texts = get_type_hints(kind), descriptions(kind)
     for field in dataclasses.fields(kind):
         value = None if isinstance(config, type) else getattr(config, field.name)
         hint, name = hints[field.name], prefix + field.name
-        groups = [choice for choice in _choices(hint) if dataclasses.is_dataclass(choice)]
-        if not groups or type(None) in _choices(hint):
+        groups = [member for member in _members(hint) if dataclasses.is_dataclass(member)]
+        if not groups or type(None) in _members(hint):
             yield Setting(name, hint, value, texts.get(field.name, ""))
         if groups:
             yield from _settings(f"{name}.", groups[0] if value is None else value)
@@ -143,24 +163,21 @@ def _settings(prefix: str, config: Any) -> Iterator[Setting]:
 
 @cache
 def descriptions(kind: type) -> dict[str, str]:
-    """The texts under the fields of a dataclass and of its bases, each as one line."""
+    """The docstrings under the fields of a dataclass and of its bases, each as one line."""
     texts: dict[str, str] = {}
-    for cls in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(cls):
-            continue
+    for cls in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                assert isinstance(field.target, ast.Name)
-                texts[field.target.id] = " ".join(str(text.value.value).split())
+                texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     return texts
 
 
-def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple[str, str]]:
+def _expand_both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple[str, str]]:
     for name, text in texts.items():
-        first, _, rest = name.partition(".")
-        if first != BOTH or not rest:
+        group, _, rest = name.partition(".")
+        if group != BOTH or not rest:
             yield name, text
             continue
         if experiment.base is not None:
@@ -169,7 +186,7 @@ def _both(texts: Mapping[str, str], experiment: AnyExperiment) -> Iterator[tuple
 
 
 def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]:
-    """The values by group and name."""
+    """The parsed values as nested dictionaries, one for each group."""
     known = settings(experiment)
     tree: dict[str, Any] = {}
     for name, text in texts.items():
@@ -180,15 +197,14 @@ def _tree(texts: Mapping[str, str], experiment: AnyExperiment) -> dict[str, Any]
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise RankwiseError(
-                    f"`{name}` cannot be set where `{'.'.join(parents)}` is none. Leave one of them out."
-                )
-        node[last] = parse(known[name].hint, text, name)
+                group = ".".join(parents)
+                raise RankwiseError(f"`{name}` cannot be set where `{group}` is none. Leave one of them out.")
+        node[last] = parse_value(known[name].hint, text, name)
     return tree
 
 
 def _unknown(name: str, texts: Mapping[str, str], experiment: AnyExperiment) -> RankwiseError:
-    """A slip, or a setting that a compared method has and the method has not."""
+    """The error for a misspelt setting, or for one that only a compared method has."""
     if not name.startswith("method."):
         return RankwiseError(f"There is no setting `{name}` here.{nearest(name, [*settings(experiment), 'method'])}")
     own, setting = experiment.method.name, name.removeprefix("method.")
@@ -210,51 +226,52 @@ def _swap_method(experiment: AnyExperiment, name: str, texts: Mapping[str, str])
     sizes = {setting: text for setting, text in texts.items() if setting.startswith("budget.")}
     if not sizes:
         raise RankwiseError(f"{name} needs a size, but {experiment.name} is dense. Example: --budget.removed 0.8.")
-    return experiment.with_method(name, _changed(None, Budget, _tree(sizes, experiment)["budget"]))
+    return experiment.with_method(name, _rebuild(None, Budget, _tree(sizes, experiment)["budget"]))
 
 
-def _changed(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
-    """The config with the values of `tree` in their places, or what is wrong with them in one line."""
-    try:
-        return _rebuild(config, hint, tree)
-    except (ValueError, TypeError) as error:
-        raise RankwiseError(str(error)) from error
-
-
-def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any]) -> Any:
-    """The config with the values of `tree` in their places."""
-    kind: Any = next(filter(dataclasses.is_dataclass, _choices(hint))) if config is None else type(config)
-    hints = get_type_hints(kind)
-    changes = {
-        name: _rebuild(getattr(config, name, None), hints[name], value) if isinstance(value, Mapping) else value
-        for name, value in tree.items()
-    }
-    if kind is Budget and any(changes.get(name) is not None for name in GOALS):
+def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any], prefix: str = "") -> Any:
+    """The config, or a new one of type `hint` where there is none, with the values of `tree` in their places."""
+    kind: Any = next(filter(dataclasses.is_dataclass, _members(hint))) if config is None else type(config)
+    hints, changes = get_type_hints(kind), dict(tree)
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            changes[key] = _rebuild(getattr(config, key, None), hints[key], value, f"{prefix}{key}.")
+    if kind is Budget and any(changes.get(goal) is not None for goal in UNITS):
         # a size that is asked for takes the place of another
-        changes = dict.fromkeys(GOALS) | ({} if "removed" in changes else {"of": "model"}) | changes
-    return kind(**changes) if config is None else dataclasses.replace(config, **changes)
+        changes = dict.fromkeys(UNITS) | ({} if "removed" in changes else {"of": "model"}) | changes
+    if config is not None:
+        return dataclasses.replace(config, **changes)
+    for field in dataclasses.fields(kind):
+        if field.name not in changes and field.default is field.default_factory is dataclasses.MISSING:
+            group, name = prefix.rstrip("."), field.name
+            raise RankwiseError(f"`{group}` is none, so it needs `{name}` too, but has none. Add --{prefix}{name}.")
+    return kind(**changes)
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _value(kind: Any, text: str, name: str) -> Any:
-    if kind is bool:
-        if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
-            raise ValueError
-        return text.lower() in ("true", "yes", "1")
-    if kind is torch.dtype:
-        dtype = getattr(torch, text, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError
-        return dtype
-    if get_origin(kind) is tuple:
-        return tuple(parse(get_args(kind)[0], part, name) for part in text.split(",") if part)
-    assert kind in (int, float, str), f"no rule for {kind}"
-    return kind(text)
+def _bool(text: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in known:
+        raise ValueError
+    return known[text.lower()]
 
 
-def _in_words(kind: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", torch.dtype: "a dtype of torch"}
-    return names.get(kind, str(kind))
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidValueError(f"{text!r} is not a dtype of torch")
+    return dtype
+
+
+_SCALARS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    bool: ("true or false", _bool),
+    int: ("a whole number", int),
+    float: ("a number", float),
+    str: ("a text", str),
+    torch.dtype: ("a dtype of torch", _dtype),
+}
+"""How errors name a type, and how it is read from text."""

@@ -11,7 +11,7 @@ from rankwise.lab.experiments.arms import AnyExperiment
 from rankwise.lab.experiments.config import Experiment
 from rankwise.lab.experiments.glue.presets import outline as glue_outline
 from rankwise.lab.experiments.sizes import Outline
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import plan_for_method, size_account
 
 
 def outline(experiment: AnyExperiment) -> Outline:
@@ -25,7 +25,7 @@ def outline(experiment: AnyExperiment) -> Outline:
     if experiment.budget is not None:
         method = experiment.method
         trained = experiment.init != "random"
-        account = account_of(model, planned(model, plan, method), method, trained=trained)
+        account = size_account(model, plan_for_method(model, plan, method), method, trained=trained)
         exported = experiment.budget.resolve(account)
     phases = [phase for phase in (experiment.base, experiment.training) if phase is not None]
     published = PUBLISHED.get(experiment.corpus.name.removesuffix("-words"))

@@ -211,7 +211,7 @@ def _row(
     """
     base, training = phases
     if short is not None:
-        # a rate that falls twice costs what it gained the first time (docs/log.md)
+        # a rate that falls twice costs what it gained the first time (docs/log/)
         base = replace(_shortened(base, short[0]), schedule="constant")
         training = _shortened(training, short[1])
     dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)

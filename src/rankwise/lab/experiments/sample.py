@@ -1,16 +1,44 @@
-"""Text from a language model: one token at a time."""
+"""What the language model of a run is used for: it is evaluated on a text, and it writes text."""
 
 from __future__ import annotations
 
+import codecs
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
+from rankwise.lab.data.corpus import Corpus
+from rankwise.lab.data.sources import NAMES
+from rankwise.lab.data.text import Progress
 from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.experiments.config import CorpusConfig
+from rankwise.lab.experiments.folder import Exported, load_text
 from rankwise.lab.models.stream import open_stream
+
+
+def text_for(
+    of: Exported, config: CorpusConfig, given: Collection[str], split: str, progress: Progress | None = None
+) -> Corpus:
+    """The corpus of `config`, its split in the numbers of a model's vocabulary; `given` are the user's settings."""
+    own, vocabulary = of.experiment.corpus, of.vocabulary
+    if config.name not in NAMES and config.unit is None:
+        config = replace(config, unit="word" if vocabulary.kind == "word" else "character")
+    elif config.name in NAMES and (config.unit, config.min_count) == (own.unit, own.min_count):
+        # these say how the model's own text was split, and a published text has rules of its own
+        config = replace(config, unit=None, min_count=None)
+    corpus = load_text(config, given, of.fingerprint, progress)
+    if corpus.vocabulary == vocabulary:
+        return corpus
+    if config.unit == "word":
+        # the model's vocabulary decides which words are known
+        corpus = replace(config, min_count=0).load(progress)
+    read: Any = {split: vocabulary.renumber(getattr(corpus, split), corpus.vocabulary)}
+    return replace(corpus, vocabulary=vocabulary, **read)
 
 
 @torch.inference_mode()
@@ -60,3 +88,25 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: to
         logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
     p_V = torch.softmax(logits_V.double() / temperature, 0)
     return int(torch.multinomial(p_V, 1, generator=generator))
+
+
+def default_prompt(vocabulary: Vocabulary, prompt: str) -> str:
+    """`prompt` where the vocabulary can write it, otherwise its most frequent token."""
+    if vocabulary.kind == "word":
+        prompt = prompt.strip()
+        return prompt if prompt.encode() in vocabulary.numbers else vocabulary.decode([0])
+    return prompt if all(letter.encode() in vocabulary.numbers for letter in prompt) else vocabulary.decode([0])
+
+
+def spelled(vocabulary: Vocabulary, prompt: str, numbers: Iterable[int]) -> Iterator[str]:
+    """The text of tokens that follow a prompt, as they come."""
+    if vocabulary.kind != "word":
+        # a character may be several bytes, and so several tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        yield from (decoder.decode(vocabulary.tokens[number]) for number in numbers)
+        yield decoder.decode(b"", final=True)
+        return
+    last = vocabulary.encode(prompt)[-1:]
+    for one in numbers:
+        yield vocabulary.decode([*last, one])[len(vocabulary.decode(last)) :]
+        last = [one]

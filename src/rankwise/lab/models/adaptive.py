@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.errors import InvalidTypeError, InvalidValueError
 from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear
 
 
@@ -69,22 +70,22 @@ class AdaptiveConfig(Clusters):
         super().__post_init__()
         for name in ("num_words", "width"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)} instead.")
+                raise InvalidValueError(f"`{name}` must be at least 1, but is {getattr(self, name)} instead.")
         ends = (0, *self.cutoffs, self.num_words)
         if any(end <= start for start, end in itertools.pairwise(ends)):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`cutoffs` must increase strictly between 0 and num_words={self.num_words:,}, but are {self.cutoffs} "
                 "instead. Name the first word of each cluster after the first; leave out 0 and `num_words`."
             )
         if len(self.widths) != self.num_clusters:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`widths` must name one width per cluster, {self.num_clusters} for {len(self.cutoffs)} cutoffs, "
                 f"but are {self.widths} instead."
             )
         if min(self.widths) < 1:
-            raise ValueError(f"`widths` must be at least 1, but are {self.widths} instead.")
+            raise InvalidValueError(f"`widths` must be at least 1, but are {self.widths} instead.")
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"`scale` must be positive and finite, but is {self.scale} instead.")
+            raise InvalidValueError(f"`scale` must be positive and finite, but is {self.scale} instead.")
 
     @property
     def num_clusters(self) -> int:
@@ -140,7 +141,7 @@ class WordSplit:
         """
         missing = [places - count for places, count in zip(counts, self.counts, strict=True)]
         if min(missing) < 0:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Padding must leave every cluster as many places as it has words, {self.counts}, "
                 f"but leaves {list(counts)} instead."
             )
@@ -158,7 +159,7 @@ def split_words(words_B: Tensor, config: AdaptiveConfig) -> WordSplit:
     without waiting. Words that are split on the CPU and moved with `WordSplit.to` never make a GPU wait.
     """
     if words_B.is_floating_point() or words_B.is_complex() or words_B.dtype == torch.bool:
-        raise TypeError(f"Words must be integers, but are {words_B.dtype} instead. Convert them with `.long()`.")
+        raise InvalidTypeError(f"Words must be integers, but are {words_B.dtype} instead. Convert them with `.long()`.")
     words_B = words_B.long()
     # clusters are ranges of words, so sorting the words sorts the clusters
     sorted_N, order_N = words_B.flatten().sort(stable=True)
@@ -232,7 +233,7 @@ class AdaptiveSoftmax(nn.Module):
         if config.tie:
             if embedding is None or embedding.config != config:
                 given = "none" if embedding is None else f"one of {embedding.config}"
-                raise ValueError(
+                raise InvalidValueError(
                     f"A tied softmax of {config} needs an embedding of the same config, but was given {given}. "
                     "Pass it, or set tie=False."
                 )
@@ -263,12 +264,12 @@ class AdaptiveSoftmax(nn.Module):
         """
         split = targets if isinstance(targets, WordSplit) else split_words(targets, self.config)
         if h_BD.shape != (*split.words_B.shape, self.config.width):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`h` must hold one vector of width {self.config.width} per target, "
                 f"{(*split.words_B.shape, self.config.width)}, but is {tuple(h_BD.shape)} instead."
             )
         if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f'`reduction` must be "mean", "sum" or "none", but is {reduction!r} instead.')
+            raise InvalidValueError(f'`reduction` must be "mean", "sum" or "none", but is {reduction!r} instead.')
         head, *tails = self.clusters
         h_ND = h_BD.reshape(-1, self.config.width)
         nll_N = _cross_entropy(head(h_ND), self._head_targets(split.words_B.flatten()))

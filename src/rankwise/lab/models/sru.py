@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.deploy.architectures import register
+from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
 from rankwise.lab.kernels import embedding, norm
@@ -204,7 +205,7 @@ class SRU(nn.Module):
         `dropout` is that of the outputs.
         """
         if state_LBD is not None and state_LBD.shape[0] != len(self.layers):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`state_LBD` must hold {len(self.layers)} layers, but holds {state_LBD.shape[0]} instead. "
                 "Pass the state that this model returned, or None to start from zero."
             )
@@ -286,7 +287,7 @@ class SRUConfig:
             object.__setattr__(self, "clusters", Clusters(**self.clusters))
         _check(**vars(self))
         if self.clusters is not None and self.embedding_width != self.width:
-            raise ValueError(
+            raise InvalidValueError(
                 f"With `clusters`, embedding and softmax are one, so `embedding_width` must be `width` ({self.width}), "
                 f"but is {self.embedding_width} instead."
             )
@@ -382,10 +383,10 @@ def _check(**settings: Any) -> None:
     """Refuse sizes below 1, a dropout outside [0, 1) and a bias that is not finite."""
     for name, value in settings.items():
         if name == "highway_bias" and not math.isfinite(value):
-            raise ValueError(f"`highway_bias` must be finite, but is {value} instead.")
+            raise InvalidValueError(f"`highway_bias` must be finite, but is {value} instead.")
         if name == "dropout" and not 0 <= value < 1:
-            raise ValueError(f"`dropout` must lie in [0, 1), but is {value} instead.")
+            raise InvalidValueError(f"`dropout` must lie in [0, 1), but is {value} instead.")
         if name.endswith("rank") and value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, or None for a plain matrix, but is {value} instead.")
+            raise InvalidValueError(f"`{name}` must be at least 1, or None for a plain matrix, but is {value} instead.")
         if (name.endswith("width") or name.startswith("num_")) and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+            raise InvalidValueError(f"`{name}` must be at least 1, but is {value} instead.")

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.deploy.architectures import register
+from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
@@ -74,18 +75,20 @@ class TransformerXLConfig:
     def __post_init__(self) -> None:
         for name in ("num_words", "width", "num_heads", "head_width", "inner", "num_layers"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
+                raise InvalidValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
         if self.width % 2:
-            raise ValueError(f"`width` must be even (sines and cosines), but is {self.width} instead.")
+            raise InvalidValueError(f"`width` must be even (sines and cosines), but is {self.width} instead.")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)} instead.")
+                raise InvalidValueError(
+                    f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)} instead."
+                )
         if self.memory_length < 0:
-            raise ValueError(f"`memory_length` must not be negative, but is {self.memory_length} instead.")
+            raise InvalidValueError(f"`memory_length` must not be negative, but is {self.memory_length} instead.")
         if self.same_length and self.memory_length == 0:
-            raise ValueError("`memory_length` must be positive with `same_length`, but is 0 instead.")
+            raise InvalidValueError("`memory_length` must be positive with `same_length`, but is 0 instead.")
         if self.clamp_length is not None and self.clamp_length < 1:
-            raise ValueError(f"`clamp_length` must be positive or None, but is {self.clamp_length} instead.")
+            raise InvalidValueError(f"`clamp_length` must be positive or None, but is {self.clamp_length} instead.")
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,7 @@ class TransformerXL(nn.Module):
     def _num_remembered(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None) -> int:
         """M, of inputs that fit."""
         if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`tokens_BT` must be of shape (batch, time), time at least 1, but is {tuple(tokens_BT.shape)} instead."
             )
         if memory is None:
@@ -308,7 +311,7 @@ class TransformerXL(nn.Module):
         shapes = [tuple(tensor.shape) for tensor in memory]
         length = shapes[0][1] if shapes and len(shapes[0]) == 3 else 0
         if shapes != [(tokens_BT.shape[0], length, self.config.width)] * len(self.layers):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`memory` must hold {len(self.layers)} tensors of shape ({tokens_BT.shape[0]}, any one length, "
                 f"{self.config.width}), but holds {shapes} instead. Give what the segment before returned, or None."
             )

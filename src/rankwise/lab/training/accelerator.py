@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import RankwiseError, install_extra, nearest
+from rankwise.errors import MissingPackageError, RankwiseError, install_extra, nearest
 from rankwise.lab.training.config import TrainingConfig
 
 try:
@@ -15,7 +15,7 @@ try:
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
     from accelerate.utils import LoggerType  # type: ignore[import-untyped]
 except ImportError as error:
-    raise ImportError(
+    raise MissingPackageError(
         f"Training needs the package accelerate, which is not installed. {install_extra('train')}"
     ) from error
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.files import (
     FILES,
     check_file,
@@ -86,7 +86,7 @@ class Checkpoints:
         try:
             about = json.loads((path / ABOUT).read_bytes())
             if about["format"] != FORMAT or about["version"] not in (UNSEALED, VERSION):
-                raise ValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
+                raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
             if about["version"] != UNSEALED and verifies():
                 _check(path, about)
             model = load_file(path / MODEL)
@@ -159,7 +159,7 @@ def _check(folder: Path, about: Mapping[str, Any]) -> None:
         for name in (MODEL, TRAINING):
             check_file(folder / name, about[FILES])
     except CheckpointError as error:
-        raise ValueError(f"{name} is damaged: {error}") from None
+        raise InvalidValueError(f"{name} is damaged: {error}") from None
 
 
 def check_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

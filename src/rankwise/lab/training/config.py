@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rankwise.errors import InvalidValueError
 from rankwise.lab.data.symbols import Array
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.training.schedules import SCHEDULES
@@ -72,35 +73,41 @@ class TrainingConfig:
         for name, least in _WHOLE.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+                raise InvalidValueError(
+                    f"`{name}` must be a whole number of at least {least}, but is {value!r} instead."
+                )
         if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
-            raise ValueError(f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead.")
+            raise InvalidValueError(
+                f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead."
+            )
         if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 0):
-            raise ValueError(
+            raise InvalidValueError(
                 f"`reset_every` must be a whole number of at least 0, or None to do as evaluation does, but is "
                 f"{self.reset_every!r} instead."
             )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 names = ", ".join(map(repr, known))
-                raise ValueError(f"`{name}` must be one of {names}, but is {getattr(self, name)!r} instead.")
+                raise InvalidValueError(f"`{name}` must be one of {names}, but is {getattr(self, name)!r} instead.")
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
         if not 0 <= self.distill <= 1:
-            raise ValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
+            raise InvalidValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead.")
+            raise InvalidValueError(
+                f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead."
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"`betas` must be two numbers in [0, 1), but are {self.betas} instead.")
+            raise InvalidValueError(f"`betas` must be two numbers in [0, 1), but are {self.betas} instead.")
         if self.batch_size % self.accumulate:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`batch_size` must be a multiple of `accumulate`, but is {self.batch_size} with "
                 f"accumulate={self.accumulate}. Change one of them."
             )
         if self.dense_steps > self.steps:
-            raise ValueError(
+            raise InvalidValueError(
                 f"`dense_steps` must be at most `steps` ({self.steps}), but is {self.dense_steps} instead. "
                 "`steps` counts both phases."
             )

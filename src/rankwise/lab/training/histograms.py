@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rankwise.core.schedules import linear
+from rankwise.core.optim import linear
 from rankwise.pruner import Pruner
 
 GATES = "gates"
@@ -29,13 +29,13 @@ def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, An
 
     def point(step: int) -> tuple[int, int]:
         # once the choice is made nothing moves
-        whole = 0 if pruner.controller.frozen else POINTS * step // num_steps
+        whole = 0 if pruner.controller.is_frozen else POINTS * step // num_steps
         return int(POINTS * linear(step, pruner.controller.anneal_steps)), whole
 
     now = pruner.steps
     if before > 0 and point(now) == point(before):
         return {}
-    opened = pruner.controller.openness()
+    opened = pruner.controller.open_fractions()
     if opened is None:
         return {}
     # together, so that the host waits once

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.kernels.device import HAS_TRITON
 from rankwise.lab.data.corpus import Corpus
 from rankwise.lab.data.windows import Evaluation, Windows
@@ -64,16 +64,18 @@ class Run:
         teacher: nn.Module | None = None,
     ) -> None:
         if isinstance(pruner, Pruner) and (config.dense_steps or pruner.model is not model):
-            raise ValueError(
+            raise InvalidValueError(
                 "A `pruner` must have gated `model` already, and then `dense_steps` must be 0. "
                 "Pass a function that makes the pruner instead: it is called when pruning begins."
             )
         if pruner is None and config.dense_steps:
-            raise ValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
+            raise InvalidValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
         if teacher is model:
-            raise ValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
+            raise InvalidValueError(
+                "`teacher` must be another module than `model`, which is trained. Pass a copy of it."
+            )
         if (teacher is None) != (config.distill == 0):
-            raise ValueError(
+            raise InvalidValueError(
                 f"A `teacher` goes with a share of the loss in `distill`, but that is {config.distill:g} "
                 f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
             )
@@ -197,7 +199,7 @@ class Run:
         controller = None if self.pruner is None else self.pruner.controller
         carried = self.states if self.teacher is None else [*self.states, *self.teacher.states]
         shapes = tuple(shape_of(state) for state in carried)
-        replayed = graph.run((shapes, None if controller is None else controller.signature()))
+        replayed = graph.run((shapes, None if controller is None else controller.mask_signature()))
         if not replayed:
             self.gate_grads.clear()
         elif controller is not None:
@@ -216,7 +218,7 @@ class Run:
         if self.config.clip is not None:
             line["gradient_norm"] = norm
         if self.pruner is not None:
-            line["target_size"] = self.pruner.controller.target()
+            line["target_size"] = self.pruner.controller.target_size()
             line["expected_size"] = self.pruner.controller.expected_size()
             line |= gate_histograms(self.pruner, self.config.steps, self.logged - self.config.dense_steps)
         return line
@@ -250,7 +252,7 @@ class Run:
         if self.pruner is None:
             at_size = self.make_pruner is None
         else:
-            at_size = self.pruner.controller.target() <= self.pruner.limit
+            at_size = self.pruner.controller.target_size() <= self.pruner.limit
         if not at_size or not (self.best is None or quality.loss < self.best.loss):
             return False
         self.best = Best(self.step, quality.loss)

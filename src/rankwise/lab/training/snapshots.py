@@ -45,7 +45,7 @@ class Snapshots:
 
     def take(self) -> None:
         """Take what the target has passed. The pruner's own size waits until training ends."""
-        target = self.pruner.controller.target()
+        target = self.pruner.controller.target_size()
         while self._waiting and target <= self._waiting[0][0] > self.pruner.limit:
             self._take_next()
 
@@ -58,7 +58,7 @@ class Snapshots:
     def _take_next(self) -> None:
         limit, budget = self._waiting.pop(0)
         pruner = self.pruner
-        counts = pruner.controller.counts(limit)
+        counts = pruner.controller.num_kept(limit)
         size = SizeReport(
             dense=pruner.account.dense,
             budget=limit,

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import InvalidValueError
 from rankwise.lab.training.graph import BatchGraphs
 from rankwise.lab.training.interrupt import interruption
 from rankwise.lab.training.schedules import SCHEDULES
@@ -64,18 +65,22 @@ class TuningConfig:
         for name, least in (("min_steps", 1), ("batch_size", 1), ("log_every", 1), ("max_steps", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+                raise InvalidValueError(
+                    f"`{name}` must be a whole number of at least {least}, but is {value!r} instead."
+                )
         for name in ("epochs", "lr", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, but is {value} instead.")
+                raise InvalidValueError(f"`{name}` must be positive and finite, but is {value} instead.")
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead.")
+            raise InvalidValueError(
+                f"`weight_decay` must be at least 0 and finite, but is {self.weight_decay} instead."
+            )
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"`warmup` must be a share of the steps, in [0, 1), but is {self.warmup} instead.")
+            raise InvalidValueError(f"`warmup` must be a share of the steps, in [0, 1), but is {self.warmup} instead.")
         if self.schedule not in (known := ("linear", "cosine", "constant")):
             words = ", ".join(map(repr, known))
-            raise ValueError(f"`schedule` must be one of {words}, but is {self.schedule!r} instead.")
+            raise InvalidValueError(f"`schedule` must be one of {words}, but is {self.schedule!r} instead.")
 
     def steps(self, num_examples: int) -> int:
         """How many there are over a training set of that size."""
@@ -155,7 +160,7 @@ def tune(
             if log is not None and (step % config.log_every == 0 or step == num_steps):
                 line = {"step": step, "seconds": time.perf_counter() - began, "loss": float(total) / since}
                 if pruner is not None:
-                    line["target_size"] = pruner.controller.target()
+                    line["target_size"] = pruner.controller.target_size()
                     line["expected_size"] = pruner.controller.expected_size()
                 log(line)
                 total.zero_()

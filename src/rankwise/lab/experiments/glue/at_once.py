@@ -13,7 +13,7 @@ from rankwise.lab.experiments.glue.config import GlueExperiment
 from rankwise.lab.training.tune import Batch
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
-from rankwise.pruner import account_of, planned
+from rankwise.pruner import plan_for_method, size_account
 
 
 def compress_at_once(
@@ -25,6 +25,6 @@ def compress_at_once(
     data: dict[str, Any] = {}
     if calibration is not None:
         data = {"calibration": calibration, "loss": sampled_loss(experiment.seed)}
-    account = account_of(model, planned(model, plan, method), method, trained=True)
+    account = size_account(model, plan_for_method(model, plan, method), method, trained=True)
     small = compress(model, budget, plan=plan, layout=method.layout, **data)
     return small, SizeReport.of(small, account, budget)

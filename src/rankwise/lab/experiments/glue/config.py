@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankwise.core.budget import Budget
-from rankwise.errors import RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.hf.distill import Distillation
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.config import check_method, like
@@ -33,7 +33,9 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if type(self.max_length) is not int or self.max_length < 8:
-            raise ValueError(f"`max_length` must be a whole number of at least 8, but is {self.max_length!r} instead.")
+            raise InvalidValueError(
+                f"`max_length` must be a whole number of at least 8, but is {self.max_length!r} instead."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,9 @@ class GlueExperiment:
         for name, most in (("held_out", 0.5), ("ramp", 1.0)):
             value = getattr(self, name)
             if not 0 <= value <= most:
-                raise ValueError(f"`{name}` must be a share of 0 to {most:g}, but is {value!r} instead.")
+                raise InvalidValueError(f"`{name}` must be a share of 0 to {most:g}, but is {value!r} instead.")
         if self.calibration_rows < 1:
-            raise ValueError(f"`calibration_rows` must be at least 1, but is {self.calibration_rows!r} instead.")
+            raise InvalidValueError(f"`calibration_rows` must be at least 1, but is {self.calibration_rows!r} instead.")
         removed = None if self.budget is None else self.budget.removed
         for size in self.sizes:
             if removed is None or not 0 < size <= removed:

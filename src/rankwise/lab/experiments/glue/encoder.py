@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rankwise.deploy.inputs import positions_of
-from rankwise.errors import RankwiseError, install_extra
+from rankwise.errors import MissingPackageError, RankwiseError, install_extra
 from rankwise.hf.names import source_of
 from rankwise.lab.data.glue.tasks import Task
 
@@ -21,7 +21,9 @@ try:
     import transformers
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 except ImportError as error:
-    raise ImportError(f"GLUE needs the package transformers, which is not installed. {install_extra('hf')}") from error
+    raise MissingPackageError(
+        f"GLUE needs the package transformers, which is not installed. {install_extra('hf')}"
+    ) from error
 
 SETTING = "`model.name`"
 

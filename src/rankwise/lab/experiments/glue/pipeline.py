@@ -51,7 +51,7 @@ from rankwise.lab.training.snapshots import Snapshot, Snapshots
 from rankwise.lab.training.tune import Batch, Loss
 from rankwise.methods.base import Method
 from rankwise.methods.svd import Svd
-from rankwise.pruner import Pruner, account_of, planned
+from rankwise.pruner import Pruner, plan_for_method, size_account
 
 CONTROL = "control"
 CALIBRATION_BATCH = 32
@@ -137,7 +137,7 @@ def _check(experiment: GlueExperiment, model: nn.Module) -> None:
     """Refuse a budget out of reach: here, not after the base is trained."""
     if experiment.budget is not None:
         plan, method = _plan(experiment, model), experiment.method
-        account = account_of(model, planned(model, plan, method), method, trained=True)
+        account = size_account(model, plan_for_method(model, plan, method), method, trained=True)
         for budget in _budgets(experiment, experiment.budget):
             budget.resolve(account)
 

@@ -36,7 +36,7 @@ def glue(name: str) -> GlueExperiment:
     """Our recipe: compressed at once, embeddings too, then distilled; 35% of the model removed, as in the paper."""
     small = name == "glue-minilm"
     tuned = TuningConfig(epochs=3, lr=1e-4 if small else 3e-5, max_steps=1_500, min_steps=200)
-    # low: a model that is compressed already has more to lose than to learn (docs/log.md)
+    # low: a model that is compressed already has more to lose than to learn (docs/log/)
     made_small = replace(tuned, lr=3e-5 if small else 1.5e-5, schedule="cosine")
     return GlueExperiment(
         name=name,

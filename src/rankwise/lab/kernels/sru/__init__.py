@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from rankwise.errors import InvalidValueError
 from rankwise.kernels.device import HAS_TRITON
 
 Recurrence = Callable[
@@ -53,12 +54,12 @@ def _check(
     u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor, mask_BD: Tensor | None
 ) -> None:
     if u_TBKD.dim() != 4 or u_TBKD.shape[0] < 1 or u_TBKD.shape[2] not in (3, 4):
-        raise ValueError(
+        raise InvalidValueError(
             f"`u_TBKD` must be (steps, batch, 3 or 4, width) with a step or more, but is {tuple(u_TBKD.shape)} instead."
         )
     steps, batch, num_projections, width = u_TBKD.shape
     if (x_TBD is None) != (num_projections == 4):
-        raise ValueError(
+        raise InvalidValueError(
             "`x_TBD` must be given with 3 projections, and be None with 4 (the highway is the fourth), "
             f"but is {'None' if x_TBD is None else 'given'} with {num_projections}."
         )
@@ -70,4 +71,4 @@ def _check(
         ("mask_BD", mask_BD, (batch, width)),
     ):
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"`{name}` must be {shape}, but is {tuple(tensor.shape)} instead.")
+            raise InvalidValueError(f"`{name}` must be {shape}, but is {tuple(tensor.shape)} instead.")

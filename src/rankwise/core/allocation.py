@@ -1,0 +1,117 @@
+"""Allocation: how many components each matrix keeps so that a budget is filled.
+
+Paper: section 4.4 "Inference" keeps the top values per matrix; here one allocation is made for the whole model, so
+that the exported size is exact. Both allocations spend at most `room` parameters, and stop only when no further step
+fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rankwise.core.budget import CostCurve
+
+MAX_SCORE = 1e150
+"""Scores are limited to this, so that their mean is finite."""
+
+
+def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int) -> list[int]:
+    """Components kept per matrix when the best-scored ones of all matrices are taken first.
+
+    A step is one component, or a multiple of them at their mean score, or the change from low rank to dense. If the
+    next best step does not fit, its matrix is closed, and cheaper steps of other matrices fill the rest.
+    """
+    steps = [_steps(score, curve) for score, curve in zip(scores, curves, strict=True)]
+    if not steps:
+        return []
+    score = torch.cat([s for s, _, _ in steps])
+    cost = torch.cat([c for _, c, _ in steps])
+    matrix = torch.cat([torch.full_like(c, i) for i, (_, c, _) in enumerate(steps)])
+    taken = torch.zeros(len(steps), dtype=torch.long)
+
+    queue = score.argsort(descending=True, stable=True)
+    while len(queue):
+        fits = int((cost[queue].cumsum(0) <= room).sum())
+        taken += torch.bincount(matrix[queue[:fits]], minlength=len(steps))
+        room -= int(cost[queue[:fits]].sum())
+        rest = queue[fits:]
+        queue = rest[matrix[rest] != matrix[rest[0]]] if len(rest) else rest
+    return [int(counts[n - 1]) if n else 0 for n, (_, _, counts) in zip(taken.tolist(), steps, strict=True)]
+
+
+def _steps(score: Tensor, curve: CostCurve) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, cost and resulting number of components of each step of one matrix, best components first."""
+    best_first = torch.nan_to_num(score.detach().double().cpu(), nan=-torch.inf).sort(descending=True).values
+    counts = curve.allowed_counts()
+    zero = torch.zeros(1, dtype=torch.long)
+    cost = curve.costs(counts).diff(prepend=zero)
+    if len(counts) == len(best_first):
+        return best_first, cost, counts
+    sizes = counts.diff(prepend=zero)
+    step = torch.arange(len(counts)).repeat_interleave(sizes)
+    limited = best_first.clamp(-MAX_SCORE, MAX_SCORE)
+    mean = torch.zeros(len(counts), dtype=torch.double).index_add_(0, step, limited) / sizes
+    # rounding must not put a step before the one that leads to it
+    return mean.cummin(0).values, cost, counts
+
+
+def value_per_parameter(energy_R: Tensor, curve: CostCurve) -> Tensor:
+    """The score of each component for `global_allocation`: the energy that it keeps per parameter.
+
+    `energy_R` is the error that dropping each component adds, largest first. A component may cost less than the one
+    before it, or nothing, so that two together are worth more than the first alone. Hence the score is the slope of
+    the concave hull of (parameters spent, energy kept): matrices that are taken in this order keep the most energy in
+    total, except for the last one.
+    """
+    counts: list[int] = [0, *curve.allowed_counts().tolist()]
+    spent: list[int] = curve.costs(torch.tensor(counts)).tolist()
+    total: list[float] = [0.0, *energy_R.double().cumsum(0).tolist()]
+    kept = [total[k] for k in counts]
+
+    def is_below_hull(middle: int, left: int, right: int) -> bool:
+        run, full_run = spent[middle] - spent[left], spent[right] - spent[left]
+        return (kept[middle] - kept[left]) * full_run <= (kept[right] - kept[left]) * run
+
+    hull = [0]
+    for i in range(1, len(kept)):
+        while len(hull) > 1 and is_below_hull(hull[-1], hull[-2], i):
+            hull.pop()
+        hull.append(i)
+    slopes = torch.zeros(len(energy_R), dtype=torch.float64)
+    for left, right in pairwise(hull):
+        slopes[counts[left] : counts[right]] = (kept[right] - kept[left]) / max(spent[right] - spent[left], 1)
+    return slopes
+
+
+def uniform_allocation(curves: Sequence[CostCurve], room: int) -> list[int]:
+    """Components kept per matrix when every matrix keeps the same fraction (FAC, AGP)."""
+
+    def at(fraction: float) -> list[int]:
+        counts = [int(fraction * curve.num_components) // curve.multiple * curve.multiple for curve in curves]
+        # a dense matrix keeps all components
+        return [c.num_components if c(k) == c.cap else k for c, k in zip(curves, counts, strict=True)]
+
+    def spent(counts: Sequence[int]) -> int:
+        return sum(curve(k) for curve, k in zip(curves, counts, strict=True))
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(at(middle)) <= room else (low, middle)
+    counts = at(low)
+    room -= spent(counts)
+    while True:
+        steps = []
+        for i, (curve, k) in enumerate(zip(curves, counts, strict=True)):
+            after = curve.next_count(k)
+            if after > k and curve(after) - curve(k) <= room:
+                steps.append((min(k + curve.multiple, after) / curve.num_components, i, after))
+        if not steps:
+            return counts
+        _, i, after = min(steps)
+        room -= curves[i](after) - curves[i](counts[i])
+        counts[i] = after

@@ -1,0 +1,180 @@
+"""The processes (ranks) of a distributed run: finding their group, averaging gradients, and checking that they agree.
+
+Every process moves its gates by itself, from gradients that are averaged over the group. They stay equal as long as
+they start from the same state, so the state is compared at the first step, and the step number at every step.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.errors import InvalidTypeError, RankwiseError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    RequestedGroup: TypeAlias = ProcessGroup | Literal[False] | None
+
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""The packages of modules that hold a list of a model's parameters, and so must be made after the pruner."""
+EXACT = 2**24
+"""Whole numbers below this are exact in float32."""
+
+
+class DistributedGroup:
+    """The process group over which the gradients of gates are averaged.
+
+    Args:
+        requested: the group; False if this process trains alone; None to use the group of the `DistributedDataParallel`
+            through which the model is first called, or the device mesh of sharded parameters (FSDP2).
+    """
+
+    def __init__(self, requested: RequestedGroup = None) -> None:
+        is_group = isinstance(requested, getattr(dist, "ProcessGroup", ()))
+        if requested is not None and requested is not False and not is_group:
+            raise InvalidTypeError(
+                "`process_group` must be a torch.distributed.ProcessGroup that this process belongs to, False or None, "
+                f"but is {requested!r} instead."
+            )
+        self.requested = requested
+        self.group: ProcessGroup | None = requested or None
+        self.is_wrapped = False
+        """Whether a wrapper was found: it may overwrite buffers before every forward pass."""
+        self._seen_wrappers: WeakSet[nn.Module] = WeakSet()
+        self._agreed = self._warned = False
+        self._steps: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedGroup:
+        # a group cannot be copied, and a copy of the model gets a wrapper of its own
+        return DistributedGroup(self.requested)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DistributedGroup, (False if self.requested is False else None,)
+
+    @property
+    def size(self) -> int:
+        """The number of processes in the group; 1 without a group."""
+        return 1 if self.group is None or not dist.is_initialized() else dist.get_world_size(self.group)
+
+    def find_wrapper(self, module: nn.Module) -> bool:
+        """Look for a `DistributedDataParallel` around `module` during its forward pass; True if a new one was found."""
+        wrapper = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if wrapper is None or wrapper in self._seen_wrappers:
+            return False
+        self._seen_wrappers.add(wrapper)
+        if not any(inside is module for inside in wrapper.module.modules()):
+            return False
+        self.is_wrapped = True
+        if self.requested is None:
+            self.group, self._agreed, self._steps = wrapper.process_group, False, None
+        return True
+
+    def find_mesh(self, parameters: Iterable[nn.Parameter]) -> None:
+        """If no group is known, take that of sharded parameters (FSDP2); called between steps."""
+        if self.group is not None or self.requested is False or not (dist.is_available() and dist.is_initialized()):
+            return
+        for mesh in (getattr(parameter, "device_mesh", None) for parameter in parameters):
+            if mesh is not None:
+                is_world = mesh.size() == dist.get_world_size()
+                self.group = dist.group.WORLD if is_world else mesh.get_group() if mesh.ndim == 1 else None
+            return
+
+    def warn_if_alone(self) -> None:
+        """Warn once if there are several processes and nothing says whether they train one model."""
+        if self._warned or self.group is not None or self.requested is False:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._warned = True
+            warnings.warn(
+                f"This is one of {dist.get_world_size()} processes, but the model was not called through a "
+                "`DistributedDataParallel` wrapper, so its gates learn from this process alone. If you average "
+                "gradients in another way, pass `process_group=torch.distributed.group.WORLD` to the pruner; if each "
+                "process trains a model of its own, pass `process_group=False`.",
+                stacklevel=4,
+            )
+
+    def check_agreement(self, fingerprints: Callable[[], Mapping[str, int]], device: torch.device) -> None:
+        """Raise if the fingerprints differ between ranks. Done once, because the host waits for the device."""
+        if self._agreed:
+            return
+        own = fingerprints()
+        table = torch.zeros(len(own), self.size, dtype=torch.long, device=device)
+        table[:, dist.get_rank(self.group)] = torch.tensor(list(own.values()), device=device)
+        dist.all_reduce(table, group=self.group)
+        for name, values in zip(own, table.tolist(), strict=True):
+            check_same(name, values)
+        self._agreed = True
+
+    def average(self, flat: Tensor, step: int) -> Tensor:
+        """The mean of `flat` over all ranks, which must be at the same step.
+
+        Every rank makes this one collective call in every step, whatever its state, so that no rank waits forever.
+        """
+        steps = flat.new_zeros(self.size)
+        # `fill_` because assignment would wait for the GPU
+        steps[dist.get_rank(self.group)].fill_(step % EXACT)
+        both = torch.cat([flat, steps])
+        dist.all_reduce(both, group=self.group)
+        flat, steps = torch.split(both, [len(flat), self.size])
+        # on a GPU the steps are checked one step later, when the copy has long arrived
+        on_host = steps.to("cpu", non_blocking=True)
+        self._steps = on_host, torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        if not flat.is_cuda:
+            self.check_steps()
+        return flat / self.size
+
+    def check_steps(self) -> None:
+        """Raise if ranks were at different steps when they last averaged."""
+        if self._steps is None:
+            return
+        steps, event = self._steps
+        self._steps = None
+        if event is not None:
+            event.synchronize()
+        check_same("steps", [int(step) for step in steps])
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module wraps a model for several devices and holds a list of its parameters."""
+    # FSDP2 makes a subclass of each wrapped module's class
+    return any(kind.__module__.startswith(WRAPPERS) for kind in type(module).__mro__)
+
+
+def check_same(name: str, values: Sequence[int]) -> None:
+    """Raise if `values`, one per rank, are not all the same."""
+    if len(set(values)) == 1:
+        return
+    if name == "arguments":
+        raise RankwiseError(
+            "Every rank must make its pruner with the same model and arguments, but "
+            f"{_first_two(values)} have different ones. Pass the same `seed`, `budget` and settings on every rank."
+        )
+    first = ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
+    they = f"are at steps {first}" if name == "steps" else f"hold different gates ({_first_two(values)})"
+    raise RankwiseError(
+        f"All ranks must go through the same steps with the same gates, but they {they}. Load a checkpoint on every "
+        "rank, or on the first rank before the model is wrapped in `DistributedDataParallel`, which sends it to all."
+    )
+
+
+def _first_two(values: Sequence[int]) -> str:
+    """The first two ranks whose values differ."""
+    other = next(i for i, value in enumerate(values) if value != values[0])
+    return f"ranks 0 and {other}"
+
+
+def checksum(*tensors: Tensor) -> int:
+    """A checksum of the contents of tensors; the host waits for the device."""
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), value)
+    return value

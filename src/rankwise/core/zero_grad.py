@@ -1,0 +1,144 @@
+"""Detects `optimizer.zero_grad()` without a step, which must also clear the gradients of gates.
+
+`optimizer.zero_grad()` discards the gradients of a batch, but does not know z, whose gradients would be added to those
+of the next batch. So before a backward pass adds anything to z, it checks whether the gradients that the last pass left
+in weights are still there. If they are gone, the gradients of z are cleared too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from rankwise.core.controller import Controller
+    from rankwise.core.matrices import GatedMatrix
+
+
+class ZeroGradDetector:
+    """Watches the gradients of weights, to know when those of z are out of date.
+
+    Gradients that were set to None, as `zero_grad()` does, are recognised by identity: the tensor is no longer the one
+    that the last backward pass left. Gradients that were set to zero in place (`set_to_none=False`) are recognised by
+    value, on their device. Gradients that do not outlive their backward pass tell nothing: if a hook takes the
+    optimizer's step, or if parameters are sharded and the optimizer holds other tensors (FSDP2).
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        """Autograd's number of the backward pass that was seen last."""
+        self._is_first_pass = True
+        """Whether that pass found no gradients in z: it is the first of its step."""
+        self._left: list[tuple[nn.Parameter, TensorWeakRef]] = []
+        """The gradients that the last backward pass left."""
+        self._lasting: set[nn.Parameter] | None = None
+        """Parameters whose gradient tensor stays from step to step, zeroed in place or never. None while unknown."""
+        self._is_sharded = False
+
+    def __reduce__(self) -> tuple[type[ZeroGradDetector], tuple[()]]:
+        # a copy of the model has other tensors to watch
+        return ZeroGradDetector, ()
+
+    def register_hooks(self, controller: Controller) -> None:
+        """Hook every z that has no hook yet, so that arriving gradients are seen."""
+        for matrix in controller.matrices:
+            z = matrix.gate.z
+            if z is not None and z.requires_grad and not z._backward_hooks:
+                z.register_hook(_hook(controller, matrix))  # type: ignore[no-untyped-call]
+
+    def before_gradient(self, controller: Controller, matrix: GatedMatrix) -> None:
+        """Check the gradients that were left, when the first gradient of a backward pass is about to reach a z."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        owner = weakref.ref(controller)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after_backward(owner()))
+        tensors = [gate.z for gate in controller.gates if gate.z is not None and gate.z.grad is not None]
+        self._is_first_pass = not tensors
+        if self._is_first_pass:
+            return
+        watched = [(weight, left) for weight, left in self._left if weight not in (self._lasting or ())]
+        is_gone = bool(watched) and all(weight.grad is None or weight.grad is not left() for weight, left in watched)
+        # how the user's loop clears gradients is known after the first step
+        if not is_gone and self._left and (self._lasting is None or self._lasting):
+            nonzero = _any_nonzero(controller.matrices, matrix)
+            is_gone = nonzero is False
+            if isinstance(nonzero, Tensor):
+                for z in tensors:
+                    z.grad = torch.where(nonzero.to(z.device), z.grad, 0.0)  # type: ignore[arg-type]
+        if is_gone:
+            self._is_first_pass = True
+            for z in tensors:
+                z.grad = None
+
+    def _after_backward(self, controller: Controller | None) -> None:
+        """Remember the gradients that this backward pass leaves."""
+        if controller is None:
+            return
+        if self._is_first_pass and self._left:
+            stayed = {weight for weight, left in self._left if weight.grad is not None and weight.grad is left()}
+            self._lasting = (self._lasting or set()).difference(weight for weight, _ in self._left) | stayed
+        watched: list[nn.Parameter] = []
+        if self._lasting is None:
+            self._is_sharded = any(map(_is_sharding, controller.modules_of_model()))
+        else:
+            # one parameter of each matrix is enough
+            own = (_with_gradient(matrix._parameters.values(), self._lasting) for matrix in controller.matrices)
+            watched = [weight for weights in own for weight in weights[:1]]
+        if not watched:
+            everywhere = (module._parameters.values() for module in controller.modules_of_model())
+            watched = _with_gradient(weight for weights in everywhere for weight in weights)
+        if self._is_sharded:
+            watched = []
+        self._left = [(weight, TensorWeakRef(weight.grad)) for weight in watched]  # type: ignore[arg-type]
+
+
+def _hook(controller: Controller, matrix: GatedMatrix) -> Callable[[Tensor], None]:
+    # z holds its hook, and both of these hold z: weak references, so that a model does not keep itself alive
+    controller_ref, matrix_ref = weakref.ref(controller), weakref.ref(matrix)
+
+    def before_gradient(grad: Tensor) -> None:
+        owner, gated = controller_ref(), matrix_ref()
+        if owner is not None and gated is not None:
+            owner.zero_grad_detector.before_gradient(owner, gated)
+
+    # a saved model does not hold the hook; a loaded one registers its own when masks are next drawn
+    unserializable_hook(before_gradient)  # type: ignore[no-untyped-call]
+    return before_gradient
+
+
+def _any_nonzero(matrices: Iterable[GatedMatrix], arriving: GatedMatrix) -> Tensor | bool:
+    """Whether the gradients of all weights of some matrix are not zero: a tensor on the device if values decide.
+
+    The matrix whose z comes next is left out if possible: its weights may already hold gradients of this pass.
+    """
+    matrices = list(matrices)
+    watched = [matrix for matrix in matrices if matrix is not arriving] or matrices
+    found: list[Tensor] = []
+    is_trained = False
+    for matrix in watched:
+        weights = [weight for weight in matrix._parameters.values() if weight is not None and weight.requires_grad]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        is_trained = is_trained or bool(weights)
+        if grads and len(grads) == len(weights):
+            found.append(torch.stack([grad.any() for grad in grads]).all())
+    if not found:
+        return not is_trained
+    return torch.stack([one.to(found[0].device) for one in found]).any()
+
+
+def _with_gradient(
+    parameters: Iterable[nn.Parameter | None], without: Container[nn.Parameter] = ()
+) -> list[nn.Parameter]:
+    return [one for one in parameters if one is not None and one.grad is not None and one not in without]
+
+
+def _is_sharding(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__)
