@@ -26,8 +26,8 @@ from harness import commit, hardware, interleaved
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.compress import plan_of
-from rankwise.deploy.engines import engine
+from rankwise.deploy.bench import engine
+from rankwise.oneshot import default_plan
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32_000}
 TINY = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 500}
@@ -103,7 +103,7 @@ def main() -> None:
         parser.error("there must be a GPU, but torch finds none. For a dry run: --tiny.")
 
     dense = build(TINY if options.tiny else SHAPE, options.layers, device)
-    plan = plan_of(dense, embeddings=False, exclude=[])
+    plan = default_plan(dense)
     names = [site.name for site in plan.sites]
     models = {"dense": dense}
     rows: dict[str, dict[str, Any]] = {"dense": {"parameters": rw.count(dense)}}

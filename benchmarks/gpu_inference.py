@@ -14,8 +14,7 @@ import torch
 from cpu_inference import models, sru, transformer_xl
 from harness import interleaved, record
 
-from rankwise.deploy.bench import Autocast
-from rankwise.deploy.engines import engine
+from rankwise.deploy.bench import Autocast, engine
 
 REPEATS = 20
 LENGTHS = {"sru": 256, "txl": 512}

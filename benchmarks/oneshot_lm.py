@@ -29,11 +29,11 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import svd
-from rankwise.deploy.compress import plan_of, sampled_loss
-from rankwise.deploy.windows import Calibration, text_windows
+from rankwise.deploy.calibration import Calibration, text_windows
 from rankwise.errors import RankwiseError
-from rankwise.hf.compress import numbering
+from rankwise.hf.compress import encoder
 from rankwise.modules import linear
+from rankwise.oneshot import default_plan
 
 ROWS = {
     "svd": "truncated SVD, the same share of every layer",
@@ -46,7 +46,7 @@ ROWS = {
 def uniform(model: nn.Module, removed: float, batches: list[Any] | None) -> tuple[nn.Module, int]:
     """Every linear layer a pair with the same share of its parameters."""
     small = copy.deepcopy(model)
-    plan = plan_of(small, embeddings=False, exclude=())
+    plan = default_plan(small)
     dense = rw.count(model)
     kept = 1 - math.ceil(removed * dense) / plan.params
     moments = {} if batches is None else second_moments(small, plan, batches, dtype=torch.float32)
@@ -65,9 +65,7 @@ def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -
         model,
         rw.Budget(removed=removed),
         [{"input_ids": window[None]} for window in windows],
-        loss=sampled_loss(),
         loss_batches=[{"input_ids": window[None, : Calibration.loss_window]} for window in windows],
-        plan=plan_of(model, embeddings=False, exclude=()),
         layout=layout,
     )
     return small, rw.count(small)
@@ -140,7 +138,7 @@ def main() -> None:
         num_windows=options.calibration_windows,
         window=options.calibration_length,
     )
-    windows = [window.to(options.device) for window in text_windows(numbering(tokenizer), calibration)]
+    windows = [window.to(options.device) for window in text_windows(encoder(tokenizer), calibration)]
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     model = model.to(options.device).eval()
 

@@ -206,7 +206,7 @@ def test_compress_refuses_the_same(case: str) -> None:
     build, changes, error, message = CASES[case]
     model = build()
     with refused(model, error, message):
-        rw.compress(model, **{"budget": BUDGET, **changes})
+        rw.compress(model, **{"budget": BUDGET, "embeddings": True, **changes})
 
 
 @pytest.mark.parametrize("call", [rw.Pruner, rw.compress])

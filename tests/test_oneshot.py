@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_any_model_is_compressed_to_the_exact_size(
     limit = rw.count(model) * (100 - percent) // 100
     try:
         loss = cross_entropy if weighed else None
-        small = rw.compress(model, budget, data, loss=loss, layout=layout, target=target)
+        small = rw.compress(model, budget, data, loss=loss, embeddings=True, layout=layout, target=target)
     except rw.BudgetError:
         return
     assert rw.count(small) <= limit
@@ -199,7 +200,8 @@ def test_even_ranks_keep_the_same_share_of_every_matrix(spec: Spec, layout: Any,
     curves, room = pruner.account.curves, pruner.limit - pruner.account.fixed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "These layers are left as they are")
-        small = rw.compress(model, budget, [batch(spec, size=4)], layout=layout, ranks="even", rank_multiple=multiple)
+        settings: Any = {"layout": layout, "ranks": "even", "rank_multiple": multiple, "embeddings": True}
+        small = rw.compress(model, budget, [batch(spec, size=4)], **settings)
     want = uniform_allocation(curves, room)
     if all(want):
         assert rw.count(small) == pruner.account.size(want)
@@ -455,6 +457,53 @@ def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch:
     assert most - before < 0.3 * size
 
 
+class Tagger(nn.Module):
+    """An embedding, a layer and a classifier; it returns what `wrapped` makes of the logits."""
+
+    def __init__(self, wrapped: Any = lambda logits: logits) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 12)
+        self.wrapped = wrapped
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.wrapped(self.head(torch.tanh(self.body(self.words(tokens)))))
+
+
+WRAPPED = {
+    "numbers": lambda logits: logits,
+    "a tuple": lambda logits: (logits, None),
+    "logits": lambda logits: SimpleNamespace(logits=logits),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_by_default_embeddings_stay_and_errors_are_weighed_by_sampled_answers(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Tagger(WRAPPED[name]), [torch.randint(0, 40, (3, 7)) for _ in range(4)]
+    small = rw.compress(model, rw.Budget(removed=0.2), x)
+    assert torch.equal(small.words.weight, model.words.weight)
+    plan = rw.find_plan(model, exclude=["words"])
+    same, blind = (
+        rw.compress(model, rw.Budget(removed=0.2), x, plan=plan, loss=loss) for loss in (oneshot.sampled_loss(), None)
+    )
+    states = [each.state_dict() for each in (small, same, blind)]
+    assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+    assert any(key not in states[2] or not torch.equal(tensor, states[2][key]) for key, tensor in states[0].items())
+
+
+def test_an_embedding_is_compressed_where_it_is_asked_for() -> None:
+    small = rw.compress(Tagger(), rw.Budget(removed=0.5), embeddings=True, target="cpu")
+    assert not isinstance(small.words, nn.Embedding)
+    with pytest.raises(rw.PlanError, match="words: an embedding, which embeddings=True .* compresses"):
+        rw.compress(nn.ModuleDict({"words": nn.Embedding(40, 16)}), rw.Budget(removed=0.5))
+
+
+def test_answers_that_no_loss_can_be_drawn_from_are_refused_with_the_way_out() -> None:
+    model = Tagger(lambda logits: logits.tolist())
+    with pytest.raises(rw.RankwiseError, match="must return a tensor .* but returns list. Pass `loss`, a function"):
+        rw.compress(model, rw.Budget(removed=0.2), [torch.zeros(1, 2).long()])
+
+
 def test_a_loss_without_data_is_refused() -> None:
     with pytest.raises(rw.RankwiseError, match="`loss` must go with `calibration`, but there is none"):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), loss=cross_entropy)
@@ -479,7 +528,7 @@ def test_a_layer_that_data_reach_as_zeros_alone_is_left_alone() -> None:
     nn.init.constant_(model[0].bias, -100.0)
     x = torch.randn(20, 16)
     with pytest.warns(UserWarning, match=r"left as they are, .* everything: 2\. Exclude"):
-        small = rw.compress(model, rw.Budget(removed=0.5), calibration=[x])
+        small = rw.compress(model, rw.Budget(removed=0.5), calibration=[x], loss=None)
     assert torch.equal(small[2].weight, model[2].weight)
     assert all(torch.isfinite(parameter).all() for parameter in small.parameters())
     torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-3)

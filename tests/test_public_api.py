@@ -70,6 +70,30 @@ def test_readers_of_types_see_the_names_that_are_there() -> None:
         assert getattr(rankwise, name) is getattr(sys.modules[home], name)
 
 
+ADDRESSES = {
+    "rankwise.deploy": [
+        "int8",
+        "bfloat16",
+        "meet_latency",
+        "example_inputs",
+        "compress_folder",
+        "Calibration",
+        "ENGINES",
+    ],
+    "rankwise.deploy.export": ["onnx", "openvino", "pt2"],
+    "rankwise.hf": ["PruningCallback", "Distillation", "distillation_loss", "find_plan", "save_pretrained"],
+    "rankwise.lab": ["fit"],
+}
+
+
+@pytest.mark.parametrize("package", ADDRESSES)
+def test_what_the_docs_mention_has_a_public_address(package: str) -> None:
+    if package == "rankwise.hf":
+        pytest.importorskip("transformers")
+    found = importlib.import_module(package)
+    assert all(getattr(found, name).__doc__ for name in ADDRESSES[package])
+
+
 def test_a_name_that_is_not_there_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'rankwise' has no attribute 'Prunner'"):
         rankwise.Prunner  # noqa: B018

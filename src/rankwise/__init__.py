@@ -1,12 +1,13 @@
 """rankwise makes a language model as small as you ask.
 
 `Pruner` gates a model and moves its gates as it trains; `Budget` names the size; `compress` needs no training.
+Importing it patches nothing. `import rankwise.hf` lets transformers load and save compact models; `rankwise.deploy` has
+int8, latency, timing and export to other engines.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rankwise.hf.hook import join_when_imported as _join_when_imported
 from rankwise.version import VERSION
 
 __version__ = VERSION
@@ -54,7 +55,3 @@ else:
 
     def __dir__():
         return sorted({*_HOMES, "VERSION", *filter(lambda name: name.startswith("__"), globals())})
-
-
-# so that stock `from_pretrained` of transformers loads what we saved
-_join_when_imported()

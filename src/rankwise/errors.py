@@ -47,15 +47,15 @@ class DataError(RankwiseError, ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The part of a message that guesses what was meant: empty where nothing is a slip or two away."""
+    """The part of a message that guesses what was meant; empty where no known word is close."""
     found = min(known, key=lambda other: edits(word, other), default=None)
     return "" if found is None or edits(word, found) > slips(word, found) else f" Did you mean {found!r}?"
 
 
 def slips(word: str, other: str) -> int:
-    """How many edits may lie between two words that are meant to be the same: one of a few letters, three at most."""
+    """How many edits may lie between two words that are meant to be the same: one of four letters, three at most."""
     group = word.rpartition(".")[0]
-    # what stands in the same group shares its name, however little else it shares
+    # words of one group share its name, which says nothing about the rest
     own = word.removeprefix(f"{group}.") if other.startswith(f"{group}.") else word
     length = len(own.lstrip("-"))
     return min(max(1, (length + 1) // 4), 3, length - 1)
@@ -72,6 +72,12 @@ def edits(word: str, other: str) -> int:
             if i and j and (letter, first[i - 1]) == (second[j - 1], their):
                 row[-1] = min(row[-1], above[j - 1] + 1)
     return row[-1]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, at most 300 characters; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def install_extra(extra: str) -> str:

@@ -1,4 +1,4 @@
-"""Files: written so that a reader sees the old or the new, never a half, with checksums that tell when a bit changed.
+"""Files: written so that a reader sees the old or the new one, never a part, with checksums that tell a changed bit.
 
 A JSON file that describes others holds the SHA-256 of each under `files`, and one of itself under `checksum`: that of
 its content without this entry, so white space and the order of keys do not matter.
@@ -71,14 +71,14 @@ def sealed(content: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def check_seal(content: Mapping[str, Any]) -> None:
-    """Refuse what is not as `sealed` gave it."""
+    """Refuse content that changed since `sealed` gave it."""
     _check(_fingerprint({key: value for key, value in content.items() if key != CHECKSUM}), content.get(CHECKSUM))
     if not isinstance(content.get(FILES), dict):
         raise CheckpointError(f"it has no `{FILES}`")
 
 
 def check_file(path: Path, files: Mapping[str, str]) -> None:
-    """Refuse a file that is not as it was when its checksum was taken."""
+    """Refuse a file that changed since its checksum was taken."""
     if path.name not in files:
         raise CheckpointError("it has no checksum, so it was not written with the others")
     _check(digest(path), files[path.name])
@@ -90,7 +90,7 @@ def verifies() -> bool:
 
 
 def _fingerprint(content: Mapping[str, Any]) -> str:
-    # as JSON gives it back, whose keys are all strings
+    # as it is read back from JSON, with strings as keys
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -132,7 +132,7 @@ def reason(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """`RANKWISE_CACHE`, or a folder where this system keeps what can be made again."""
+    """The cache: `RANKWISE_CACHE`, or a folder in the place that this system has for caches."""
     if named := os.environ.get("RANKWISE_CACHE"):
         return Path(named)
     home = Path(os.path.expanduser("~"))
@@ -146,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def not_utf8(label: object, position: int, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are no text; what could not be decoded begins at `position`."""
+    """The error for bytes that are not UTF-8; what could not be decoded begins at `position`."""
     return DataError(
         f"A text of characters or words must be UTF-8, but {label} has the byte 0x{error.object[error.start]:02x} at "
         f"position {position + error.start:,}. Convert it to UTF-8 first."

@@ -13,22 +13,24 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
 from rankwise.core.allocation import global_allocation, uniform_allocation
-from rankwise.core.budget import Budget, CostCurve, count
+from rankwise.core.budget import Budget, CostCurve, SizeAccount, count
 from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
 from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
 from rankwise.core.host_memory import release_freed_memory, release_mapped_pages
 from rankwise.core.matrices import FactorizedMatrix
-from rankwise.core.plan import Plan, Site, bias_of, check_weights, get_module, pair, source
+from rankwise.core.plan import LeftOut, Plan, Site, bias_of, check_not_empty, check_weights, get_module, pair, source
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
+from rankwise.latency import size_for
 from rankwise.methods.base import svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.pruner import check_arguments, plan_for_method, size_account
@@ -39,7 +41,9 @@ Progress = Callable[[str, int, int], None]
 SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
-"""Nor are they held to less than this."""
+"""Moments may always take this much memory."""
+EMBEDDING = "an embedding, which embeddings=True (--embeddings) compresses"
+"""Why `default_plan` leaves out a site."""
 
 
 def compress(
@@ -47,9 +51,10 @@ def compress(
     budget: Budget,
     calibration: Iterable[Any] | None = None,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[[Any], Tensor] | Literal["sampled"] | None = "sampled",
     loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
+    embeddings: bool = False,
     layout: Literal["pair", "pivot"] | None = None,
     rank_multiple: int | None = None,
     target: str | Target | None = None,
@@ -58,88 +63,167 @@ def compress(
     ranks: Literal["global", "even"] = "global",
     progress: Progress | None = None,
 ) -> nn.Module:
-    """A model of the size asked for, at once.
+    """A model of the size asked for, without training; the defaults are those of `rankwise compress`.
 
-    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter. A layer
-    on which the loss does not depend is left as it is, and the others lose more, as long as they have anything left.
-    So is one that would lose every component, unless another one would then.
+    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
 
     Args:
-        model: stays as it is, unless `in_place` is set.
-        budget: the size of the new model.
-        calibration: batches of input for `model`; outputs are then measured on those data.
-        loss: with `calibration`, a loss of what the model returns for a batch. Errors of all matrices are then weighed
-            by what they cost it; without it by the share of their matrix's output.
+        calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
+        loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
+            cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
-        plan: which matrices are compressed; by default every linear layer and embedding.
-        layout: how a matrix of low rank is stored (`rankwise.methods.representations.Factorized`). By default "pair",
-            which is fast everywhere; "pivot" is smaller, and slower than dense on GPUs and in ONNX Runtime.
+        plan: which matrices are compressed; by default every linear layer, and with `embeddings` every embedding.
+        layout: "pair", fast everywhere, or "pivot", smaller, and slower than dense on GPUs and in ONNX Runtime; by
+            default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
-        target: where the model will run, "cuda", "cpu" or "size" (the smallest file, in the pivot layout; see
-            `rankwise.core.targets`); by default the device that it is on.
-        example: a batch of input for `model`, on which its code is checked to do with layers of low rank what it does
-            with stock ones. Default: the first batch of `calibration`.
-        in_place: `model` itself becomes small, in little more memory than it takes already.
+        target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
+        example: a batch of input for `model`, by default the first of `calibration`. The model's code is checked on it
+            to do with layers of low rank what it does with stock ones. With Budget(latency_ms=...) models are timed on
+            it, here and now, to find the size.
+        in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global" as above, or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
-    if ranks not in ("global", "even"):
-        raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
-    progress = progress or (lambda what, done, total: None)
-    init: Literal["svd", "whitened"] = "svd" if calibration is None else "whitened"
-    check_arguments(model, budget, init, calibration, rank_multiple, seed=0)
-    if loss is not None and calibration is None:
-        raise RankwiseError(
-            "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
-        )
+    batches = None if calibration is None else list(calibration)
+    _check(model, budget, batches, loss, ranks, rank_multiple)
+    example = batches[0] if example is None and batches else example
+    plan = plan or default_plan(model, embeddings=embeddings)
+    budget, plan = size_for(model, budget, plan, example, rank_multiple)
     where = find_target(target, model)
     method = Svd(layout=layout or where.layout)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = plan_for_method(model, plan or find_plan(model), method)
+    plan = plan_for_method(model, plan, method)
     check_weights(model, plan)
     account = size_account(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
-
-    data = _Data(model, plan, None if calibration is None else list(calibration))
-    if loss is not None:
-        shown = list(loss_batches or data.batches or [])
-        weights = output_fisher(model, plan, _counted(shown, partial(progress, "gradients")), loss)
-        data.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
-        data.unreached = {site.name for site in plan.sites if site.name not in weights}
-        release_freed_memory()
-    curves = dict(zip((site.name for site in plan.sites), account.curves, strict=True))
-    scores = None if ranks == "even" else _scores(model, method, curves, data, progress)
-    chosen = _choose(curves, scores, limit - account.fixed, _unseen(data))
-    _warn_of_unreached([site for site in plan.sites if site.name in data.unreached])
-    _warn_of_alone([site for site in plan.sites if site.name in chosen.alone - data.unreached])
-    for done, (site, moments) in enumerate(data.moments(), 1):
-        if site.name not in chosen.alone:
-            _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, budget.dtype)
-        progress("factors", done, len(plan.sites))
+    data = _Data(model, plan, batches, progress)
+    if loss is not None and batches:
+        data.weigh(_sampled_loss_of(model) if loss == "sampled" else loss, loss_batches)
+    _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
     families.changed(model)
-    verify_layers(model, Batch(example if example is not None else next(iter(data.batches or ()), None)))
-    # less where pivots would have suffered in half precision
-    assert count(model) <= account.size([chosen.counts[site.name] for site in plan.sites]) <= limit
+    verify_layers(model, Batch(example if example is not None else next(iter(batches or ()), None)))
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
-class _Data:
-    """What calibration says of each site, a few sites at a time and in the order in which data reach them."""
+def _check(
+    model: nn.Module, budget: Budget, batches: Sequence[Any] | None, loss: object, ranks: str, rank_multiple: int | None
+) -> None:
+    if ranks not in ("global", "even"):
+        raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
+    if not callable(loss) and loss not in ("sampled", None):
+        raise InvalidValueError(f'`loss` must be a function, "sampled" or None, but is {loss!r} instead.')
+    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
+    if callable(loss) and batches is None:
+        raise RankwiseError(
+            "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
+        )
 
-    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None) -> None:
+
+def default_plan(model: nn.Module, *, embeddings: bool = False, exclude: Sequence[str] = ()) -> Plan:
+    """Every linear layer, and every embedding if they are wanted, but those whose names are in `exclude`."""
+    plan = find_plan(model, exclude=list(exclude))
+    if not embeddings:
+        words = [site for site in plan.sites if site.has_embedding]
+        left_out = [LeftOut(site.name, site.params, EMBEDDING) for site in words]
+        plan = plan.only([site for site in plan.sites if site not in words], left_out)
+    check_not_empty(plan)
+    return plan
+
+
+def sampled_loss(seed: int = 0, num_words: int | None = None) -> Callable[[Any], Tensor]:
+    """The loss of answers that the model itself gives at random: its gradients tell what changes those answers.
+
+    Their second moments are the Fisher information, with no need of labels. `logits`, and an output over `num_words`,
+    are choices among classes; any other output is taken as numbers, with the squared error as their loss.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss(output: Any) -> Tensor:
+        logits = getattr(output, "logits", None)
+        answer = logits if logits is not None else _first_tensor(output)
+        if answer.shape[-1] == num_words or (logits is not None and answer.shape[-1] > 1):
+            return loss_of_choices(answer, generator)
+        return (answer * torch.randn(answer.shape, generator=generator).to(answer)).sum()
+
+    return loss
+
+
+def _first_tensor(output: Any) -> Tensor:
+    if isinstance(output, Mapping):
+        output = next(iter(output.values()), None)
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise RankwiseError(
+            "A model must return a tensor of numbers first to be compressed by its own answers, but returns "
+            f"{type(output).__name__}. Pass `loss`, a function of what it returns, or loss=None."
+        )
+    return output
+
+
+def _sampled_loss_of(model: nn.Module) -> Callable[[Any], Tensor]:
+    return sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
+
+
+def loss_of_choices(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """The loss of choices that are drawn from the logits, over their last dimension.
+
+    The generator, which may be that of another device, draws one number for each choice: its place among the running
+    sums of the probabilities says what is chosen.
+    """
+    logits = logits.reshape(-1, logits.shape[-1])
+    with torch.no_grad():
+        sums = logits.float().softmax(-1).cumsum(-1)
+        drawn = torch.rand(len(logits), 1, generator=generator, device=generator.device).to(logits.device)
+        answers = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).flatten().clamp(max=logits.shape[-1] - 1)
+    return F.cross_entropy(logits, answers, reduction="sum")
+
+
+def _shrink_all(data: _Data, account: SizeAccount, limit: int, method: Svd | None, dtype: torch.dtype | None) -> None:
+    """Choose ranks, by the scores of `method` or even ones, and compress every site in place."""
+    model, sites = data.model, data.plan.sites
+    curves = dict(zip((site.name for site in sites), account.curves, strict=True))
+    scores = None if method is None else _scores(data, method, curves)
+    chosen = _choose(curves, scores, limit - account.fixed, _unseen(data))
+    _warn_of_unreached([site for site in sites if site.name in data.unreached])
+    _warn_of_alone([site for site in sites if site.name in chosen.alone - data.unreached])
+    for done, (site, moments) in enumerate(data.moments(), 1):
+        if site.name not in chosen.alone:
+            _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, dtype)
+        data.progress("factors", done, len(sites))
+    # less where pivots would have suffered in half precision
+    assert count(model) <= account.size([chosen.counts[site.name] for site in sites]) <= limit
+
+
+class _Data:
+    """Calibration data of each site, a few sites at a time and in the order in which a batch reaches them."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None, progress: Progress | None = None
+    ) -> None:
         self.model, self.plan, self.batches = model, plan, batches
+        self.progress: Progress = progress or (lambda what, done, total: None)
         self.weights: dict[str, Tensor] = {}
-        """Of the sites on which the loss depends; empty without a loss."""
+        """Weights of outputs, for the sites on which the loss depends; empty without a loss."""
         self.unreached: set[str] = set()
         self.calls = [count_calls(model, plan, batch) for batch in (batches or [])[:1]]
-        """Of the first batch, and of the others where they are needed."""
+        """Calls of the first batch, and of the others where they are needed."""
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
+    def weigh(self, loss: Callable[[Any], Tensor], batches: Iterable[Any] | None) -> None:
+        """Weigh the outputs of every site by how much `loss` depends on them."""
+        shown = list(batches or self.batches or [])
+        counted = _counted(shown, partial(self.progress, "gradients"))
+        weights = output_fisher(self.model, self.plan, counted, loss)
+        self.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
+        self.unreached = {site.name for site in self.plan.sites if site.name not in weights}
+        release_freed_memory()
+
     def moments(self) -> Iterator[tuple[Site, Moments | None]]:
-        """Every site once; what a caller does to a site, the data of the next group have gone through."""
+        """Every site once. The moments of later groups are of the model as the caller has changed it by then."""
         if self.batches is None:
             yield from ((site, None) for site in self.plan.sites)
             return
@@ -190,9 +274,7 @@ def _counted(batches: Sequence[Any], progress: Callable[[int, int], None]) -> It
     progress(len(batches), len(batches))
 
 
-def _scores(
-    model: nn.Module, method: Svd, curves: Mapping[str, CostCurve], data: _Data, progress: Progress
-) -> dict[str, Tensor]:
+def _scores(data: _Data, method: Svd, curves: Mapping[str, CostCurve]) -> dict[str, Tensor]:
     """What each component of each site is worth."""
     scores: dict[str, Tensor] = {}
     for done, (site, moments) in enumerate(data.moments(), 1):
@@ -200,10 +282,10 @@ def _scores(
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
-            energy = svd_of_source(source(model, site), curve.num_components, moments).energy_R
+            energy = svd_of_source(source(data.model, site), curve.num_components, moments).energy_R
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         release_freed_memory()
-        progress("ranks", done, len(curves))
+        data.progress("ranks", done, len(curves))
     return scores
 
 
@@ -224,8 +306,8 @@ def _choose(
 ) -> _Chosen:
     """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
 
-    A layer of rank 0 says the same to every input, which no error of second order foresees. So it is better left alone,
-    as long as no other layer comes to that instead; what is `unseen`, as long as others have anything left.
+    A layer of rank 0 has the same output for every input, which no error of second order foresees. So such a layer is
+    left as it is, as long as no other one gets rank 0 instead; `unseen` ones, as long as others have any rank left.
     """
 
     def choose(alone: set[str]) -> dict[str, int] | None:

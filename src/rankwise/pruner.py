@@ -74,9 +74,9 @@ class Pruner:
             with the variance of the matrix, for training from scratch. A low-rank pair in the model is gated as it is
             with "random", or with `refactor=False`.
         calibration: batches of input for `model`, with init="whitened".
-        example: a batch of input for `model` (a tensor, a tuple of arguments or a mapping of keyword arguments), on
-            which the model's code is checked to do with gated and compact layers what it does with stock ones.
-            Default: the first batch of `calibration`, or what the model is first called with.
+        example: a batch of input for `model`, on which its code is checked to do with gated and compact layers what it
+            does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
+            Budget(latency_ms=...) models are timed on it, here and now, to find the size.
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
         target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
@@ -97,14 +97,19 @@ class Pruner:
         init: Init = "svd",
         *,
         calibration: Iterable[Any] | None = None,
-        example: Any = None,
         rank_multiple: int | None = None,
         target: str | Target | None = None,
+        example: Any = None,
         seed: int = 0,
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        if budget.latency_ms is not None:
+            # it makes pruners of known sizes, so it imports this module
+            from rankwise.latency import size_for
+
+            budget, plan = size_for(model, budget, plan, example, rank_multiple)
         distributed = DistributedGroup(process_group)
         self.model = model
         self.budget = budget
@@ -251,8 +256,6 @@ class Pruner:
         is_wrapped = any(is_wrapper(each) for each in self.model.modules())
         if self.controller.distributed.size == 1 and not is_wrapped:
             verify_layers(self.model, self._batch)
-        if self._batch.is_known:
-            self._batch.stop()
         # a layer that only training needs may still be removed; the sizes of shards are different
         if count(self.model) > self._structure.size and not is_wrapped:
             warnings.warn(self._structure.message(self.model, matrices, "compact()"), stacklevel=3)

@@ -221,6 +221,6 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("layout", ["pair", "pivot"])
 def test_the_pairs_of_a_compact_model_are_one_matrix_each(layout: Any) -> None:
     model = Plain()
-    small = rw.compress(model, rw.Budget(removed=0.6), layout=layout)
+    small = rw.compress(model, rw.Budget(removed=0.6), embeddings=True, layout=layout)
     expected = {"words": "embedding-pair", "layers.0": "linear-pair", "layers.1": "linear-pair"}
     assert kinds(find_plan(small)) == expected

@@ -16,6 +16,8 @@ from rankwise.core.calibrate import output_fisher
 from rankwise.modules import scale_of
 from tests.adapters.plan_toys import names, reasons
 
+BUDGET = rw.Budget(removed=0.4)
+
 WORDS, WIDTH, SCALE = 30, 12, 3.5
 
 
@@ -83,7 +85,9 @@ def test_a_scaled_table_is_compressed_as_if_the_model_scaled_its_rows(make: Any,
     alike.load_state_dict(model.state_dict())
     assert "table" in names(find_plan(model))
     small, other = (
-        rw.compress(each, rw.Budget(removed=0.4), [tokens(), tokens(1)], loss=cross_entropy, layout=layout)
+        rw.compress(
+            each, rw.Budget(removed=0.4), [tokens(), tokens(1)], loss=cross_entropy, embeddings=True, layout=layout
+        )
         for each in (model, alike)
     )
     assert isinstance(small.table, nn.Sequential)
@@ -106,11 +110,11 @@ def test_a_gated_table_scales_and_so_does_what_it_becomes(make: Any, tied: bool)
 
 @scaled
 def test_a_saved_one_loads_into_a_fresh_model_and_is_compressed_again(make: Any, tmp_path: Path) -> None:
-    small = rw.compress(Words(make(), tied=True), rw.Budget(removed=0.3))
+    small = rw.compress(Words(make(), tied=True), rw.Budget(removed=0.3), embeddings=True)
     rw.save(small, tmp_path / "small")
     loaded = rw.load(tmp_path / "small", Words(make(), tied=True))
     assert torch.equal(loaded(tokens()), small(tokens()))
-    again = rw.compress(loaded, rw.Budget(params=rw.count(loaded)))
+    again = rw.compress(loaded, rw.Budget(params=rw.count(loaded)), embeddings=True)
     torch.testing.assert_close(again(tokens()), small(tokens()))
 
 

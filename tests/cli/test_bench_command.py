@@ -115,7 +115,7 @@ def test_a_hugging_face_folder_is_timed(tmp_path: Path, capsys: pytest.CaptureFi
     from rankwise.hf import save_pretrained
 
     config = transformers.GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=16)
-    compact = rw.compress(transformers.GPT2LMHeadModel(config), rw.Budget(removed=0.3))
+    compact = rw.compress(transformers.GPT2LMHeadModel(config), rw.Budget(removed=0.3), embeddings=True)
     save_pretrained(compact, tmp_path / "small")
     rows = answer(capsys, str(tmp_path / "small"))["rows"]
     assert [row["model"] for row in rows] == ["dense, fresh weights", "small"] * len(PRECISIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,16 +54,21 @@ def test_the_model_of_a_run_is_compressed_by_its_own_vocabulary(
     assert not torch.equal(logits(whole, tokens), logits(plain, tokens))
 
 
-def test_a_saved_model_is_compressed_again_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_saved_model_is_compressed_again_and_again_as_by_python(
+    embeddings: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command and `rankwise.compress` have the same defaults."""
     torch.manual_seed(0)
     config = TransformerXLConfig(num_words=20, width=8, num_heads=2, head_width=4, inner=12, num_layers=2)
     rw.save(TransformerXL(config), tmp_path / "dense")
-    words = ["--removed", 0.2, "--embeddings"]
+    words = ["--removed", 0.2, *(["--embeddings"] if embeddings else [])]
     first = compressed(capsys, tmp_path / "dense", tmp_path / "first", *words)
     second = compressed(capsys, tmp_path / "first", tmp_path / "second", *words)
     tokens = torch.arange(9)[None]
     for before, after in (("dense", first), ("first", second)):
-        expected = rw.compress(rw.load(tmp_path / before), rw.Budget(removed=0.2))
+        settings: Any = {"embeddings": True} if embeddings else {}
+        expected = rw.compress(rw.load(tmp_path / before), rw.Budget(removed=0.2), **settings)
         torch.testing.assert_close(logits(after, tokens), logits(expected, tokens))
 
 

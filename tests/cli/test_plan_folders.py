@@ -16,7 +16,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.hf import save_pretrained
-from rankwise.hf.compress import load_model
+from rankwise.hf.loading import load_model
 from rankwise.methods import make_method
 from rankwise.pruner import plan_for_method, size_account
 
@@ -103,7 +103,7 @@ def test_a_compact_folder_of_transformers_is_planned_as_it_is(
     family: str, layout: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / family
-    save_pretrained(rw.compress(FAMILIES[family](), rw.Budget(removed=0.4), layout=layout), folder)
+    save_pretrained(rw.compress(FAMILIES[family](), rw.Budget(removed=0.4), embeddings=True, layout=layout), folder)
     model = load_model(str(folder))
     check(answer(capsys, without_weights(folder)), model)
 
@@ -123,7 +123,7 @@ def test_a_tied_model_of_our_own_stays_tied(tmp_path: Path, capsys: pytest.Captu
     from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
     config = TransformerXLConfig(num_words=30, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
-    small = rw.compress(TransformerXL(config), rw.Budget(removed=0.3))
+    small = rw.compress(TransformerXL(config), rw.Budget(removed=0.3), embeddings=True)
     rw.save(small.half(), tmp_path / "small")
     got = answer(capsys, without_weights(tmp_path / "small"), "--megabytes", f"{rw.count(small) * 2 / 1e6}")
     check(got, small)

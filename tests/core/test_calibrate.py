@@ -238,7 +238,7 @@ def test_frequent_words_are_kept_best() -> None:
     model = nn.Sequential(nn.Embedding(40, 16), nn.Tanh())
     common = torch.arange(4).repeat(100)
     budget = rw.Budget(removed=0.6)
-    plain, whitened = rw.compress(model, budget), rw.compress(model, budget, [common])
+    plain, whitened = (rw.compress(model, budget, data, embeddings=True) for data in (None, [common]))
     error = [(small(common) - model(common)).norm() for small in (plain, whitened)]
     assert error[1] < 0.5 * error[0]
 
@@ -249,7 +249,7 @@ def test_compress_meets_the_budget_and_leaves_the_model_alone(calibrated: bool, 
     spec = Spec(width=16, num_words=40, back=back, parts=("linear", "nested", "pair", "conv1d", "norm"))
     model = spec.build()
     state, types = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
-    small = rw.compress(model, rw.Budget(removed=0.4), [batch(spec)] if calibrated else None)
+    small = rw.compress(model, rw.Budget(removed=0.4), [batch(spec)] if calibrated else None, embeddings=True)
     assert rw.count(small) <= 0.6 * rw.count(model)
     assert [type(module) for module in model.modules()] == types
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -13,9 +13,7 @@ from peer import released_sru
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy import engines
-from rankwise.deploy.bench import BenchConfig, bench, remarks
-from rankwise.deploy.engines import Engine, engine
+from rankwise.deploy.bench import ENGINES, BenchConfig, Engine, bench, engine, remarks
 from rankwise.deploy.quantize import can_multiply_bfloat16
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -69,14 +67,14 @@ def test_what_is_not_faster_is_said() -> None:
     (line,) = remarks([dense, row("agp", slow)])
     assert line == (
         "agp in float32 is slower than dense of the same precision (0.83x; torch, batch 1 x 8, 1 thread): "
-        "12.00 against 10.00 ms, for its matrices are no smaller."
+        "12.00 against 10.00 ms (its matrices are no smaller)."
     )
     (line,) = remarks([dense, row("compact", (8, 9.5, 12), parameters=20)])
     assert "is not clearly faster than dense" in line
     assert "repeat it on a quiet machine" in line
     (line,) = remarks([row("dense", (0.9, 1, 1.1)), row("compact", (1, 1, 1), parameters=20)])
     assert "is NOT faster than dense in float32" in line
-    assert line.endswith("for calls as short as this are mostly overhead.")
+    assert line.endswith("(calls as short as this are mostly overhead).")
     # others are compared, not judged
     assert remarks([dense, row("other", slow, peer=True)]) == []
 
@@ -161,7 +159,7 @@ def test_all_threads_are_counted_once() -> None:
 
 def test_an_engine_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = Engine("", ("cpu",), lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
-    monkeypatch.setitem(engines.ENGINES, "lacking", lacking)
+    monkeypatch.setitem(ENGINES, "lacking", lacking)
     with pytest.raises(rw.RankwiseError, match="The engine 'lacking' cannot run here: it needs nothing you have."):
         engine("lacking")
 

@@ -38,7 +38,7 @@ def tied_and_low_rank(layout: Any = "pair") -> nn.Module:
     """A compact model with a tied low-rank head."""
     torch.manual_seed(0)
     dense = Spec(width=8, back="bias-tied", parts=("linear", "nested")).build()
-    return rw.compress(dense, rw.Budget(removed=0.4), layout=layout)
+    return rw.compress(dense, rw.Budget(removed=0.4), embeddings=True, layout=layout)
 
 
 def tied_and_pivot() -> nn.Module:

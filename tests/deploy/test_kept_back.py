@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.compress import Compressed, Data, Listener, loss_of_choices, shrink, windows_of
-from rankwise.deploy.kept_back import ERROR, MUCH, KeptBack, milliseconds
-from rankwise.deploy.windows import Calibration, Marks, text_windows
+from rankwise.deploy.calibration import (
+    ERROR,
+    MUCH,
+    Calibration,
+    KeptBack,
+    SpecialTokens,
+    read_windows,
+    text_windows,
+)
+from rankwise.deploy.compress import Compressed, Data, Listener, Source, compress_folder, milliseconds
 from rankwise.errors import DataError
+from rankwise.oneshot import loss_of_choices
 
 
 def numbers(text: str) -> list[int]:
@@ -33,7 +41,7 @@ def numbers(text: str) -> list[int]:
     after=st.integers(0, 1),
     bytes_per_token=st.sampled_from([5, 40]),
 )
-def test_no_word_is_in_two_windows_and_all_have_their_marks(
+def test_no_word_is_in_two_windows_and_all_have_their_special_tokens(
     words: int,
     num_windows: int,
     window: int,
@@ -45,22 +53,23 @@ def test_no_word_is_in_two_windows_and_all_have_their_marks(
     path = tmp_path_factory.getbasetemp() / "numbers.txt"
     path.write_text("".join(f"{i} " for i in range(1000, 1000 + words)))
     calibration = Calibration(file=path, num_windows=num_windows, window=window)
-    marks = Marks((1, 2)[:before], (3,)[:after])
+    special = SpecialTokens((1, 2)[:before], (3,)[:after])
     length = window - before - after
     whole = words // length
     try:
-        found = windows_of(numbers, calibration, bytes_per_token=bytes_per_token, marks=marks)
+        found = read_windows(numbers, calibration, bytes_per_token=bytes_per_token, special=special)
     except DataError:
         assert whole == 0
         return
     windows = [*found.used, *found.kept_back]
     for each in windows:
         assert len(each) == window
-        assert tuple(each[:before].tolist()) == marks.before
-        assert tuple(each[window - after :].tolist()) == marks.after
-        short = marks.shortened(each, 3)
+        assert tuple(each[:before].tolist()) == special.before
+        assert tuple(each[window - after :].tolist()) == special.after
+        short = special.shortened(each, 3)
         assert len(short) == 3
-        assert torch.equal(short[: 3 - after], each[: 3 - after]) and tuple(short[3 - after :].tolist()) == marks.after
+        assert torch.equal(short[: 3 - after], each[: 3 - after])
+        assert tuple(short[3 - after :].tolist()) == special.after
     inside = [word for each in windows for word in each[before : window - after].tolist()]
     if words * 5 < (num_windows + calibration.num_kept_back) * length * bytes_per_token:
         assert len(inside) == len(set(inside))
@@ -73,17 +82,17 @@ def test_no_word_is_in_two_windows_and_all_have_their_marks(
 def test_a_text_with_fewer_windows_than_asked_for_is_used_whole_and_said(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text(" ".join(map(str, range(1000, 1100))))
-    found = windows_of(numbers, Calibration(file=path, num_windows=64, window=10))
+    found = read_windows(numbers, Calibration(file=path, num_windows=64, window=10))
     assert sorted(word for each in (*found.used, *found.kept_back) for word in each.tolist()) == list(range(1000, 1100))
     assert (len(found.used), len(found.kept_back)) == (8, 2)
     (note,) = found.notes
     assert "holds 10 windows of 10 tokens, fewer than the 80 asked for: 8 calibrate, 2 are kept back." in note
 
 
-def test_a_window_of_marks_alone_is_refused(tmp_path: Path) -> None:
+def test_a_window_of_special_tokens_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("1 2 3")
     with pytest.raises(DataError, match="longer than the 2 special tokens of the model, but is 2 instead"):
-        text_windows(numbers, Calibration(file=tmp_path / "text.txt", window=2), marks=Marks((1,), (2,)))
+        text_windows(numbers, Calibration(file=tmp_path / "text.txt", window=2), special=SpecialTokens((1,), (2,)))
 
 
 class Bigram(nn.Module):
@@ -146,25 +155,27 @@ def attempts(loss: Any, *, skips: bool) -> tuple[Compressed, list[tuple[str, flo
     saved: list[tuple[str, float]] = []
     said: list[str] = []
 
-    def save(small: nn.Module, made: Compressed, replace: bool) -> None:
-        assert replace == bool(saved)
-        saved.append((made.ranks, kept.measured(small)))
+    class Toy(Source):
+        def load(self) -> nn.Module:
+            return copy.deepcopy(model)
+
+        def read(self, calibration: Calibration) -> Any:
+            given = {"batches": batches, "loss_batches": batches, "kept_back": batches, "loss": loss}
+            return lambda _: Data(**given, is_decoder=True, window=9)
+
+        def check_target(self, folder: Path, overwrite: bool) -> None:
+            assert not overwrite
+
+        def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+            assert overwrite == bool(saved)
+            saved.append((made.ranks, kept.measured(small)))
+            return []
 
     listener = Listener()
     listener.say = said.append  # type: ignore[method-assign]
-    made = shrink(
-        *(lambda: copy.deepcopy(model), rw.Budget(removed=0.25), save),
-        prepare=lambda _: Data(
-            batches=batches,
-            loss_batches=batches,
-            kept_back=batches,
-            loss=lambda: loss,
-            is_decoder=True,
-            window=9,
-        ),
-        listener=listener,
-        layout="pair",
-    )
+    text = Calibration(file=Path("unread"))
+    settings: Any = {"calibration": text, "layout": "pair", "device": "cpu", "listener": listener}
+    made = compress_folder(Toy(), rw.Budget(removed=0.25), "nowhere", **settings)
     return made, saved, said, kept
 
 

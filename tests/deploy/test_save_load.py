@@ -94,7 +94,7 @@ def test_any_structure_round_trips(
     tmp_path_factory: pytest.TempPathFactory, width: int, back: Any, parts: Any, removed: float
 ) -> None:
     spec = Spec(width=width, back=back, parts=parts)
-    small = rw.compress(spec.build(), rw.Budget(removed=removed, of="prunable"))
+    small = rw.compress(spec.build(), rw.Budget(removed=removed, of="prunable"), embeddings=True)
     folder = tmp_path_factory.mktemp("any") / "small"
     save(small, folder)
     assert_same(load(folder, spec.build()), small, batch(spec))

@@ -17,11 +17,12 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.deploy.compress import Listener, plan_of, sampled_loss
+from rankwise.deploy.calibration import Calibration, SpecialTokens, text_windows
+from rankwise.deploy.compress import Compressed, Listener, compress_folder
 from rankwise.deploy.inputs import positions_of
-from rankwise.deploy.windows import Calibration, Marks, text_windows
-from rankwise.hf.compress import compress_pretrained, marks_of, numbering
+from rankwise.hf.compress import PretrainedModel, encoder, special_tokens
 from rankwise.modules import PivotLinear
+from rankwise.oneshot import default_plan, sampled_loss
 from tests.hf.hf_families import ENCODER, build, compact
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -68,6 +69,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def compress_pretrained(name: str, budget: rw.Budget, out: Path, **settings: Any) -> Compressed:
+    return compress_folder(PretrainedModel(name), budget, out, **settings)
+
+
 def compressed(place: Path, out: Path, **more: Any) -> hf.PreTrainedModel:
     calibration = Calibration(file=place / "text.txt", num_windows=8, window=12, loss_window=6)
     size = compress_pretrained(
@@ -90,6 +95,17 @@ def test_a_folder_becomes_a_smaller_one_that_stock_loading_takes(
     assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, pad_token_id=0).shape == (1, 6)
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "small")("w1 w2")["input_ids"] == [2, 3]
     assert "30.0" in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_python_and_the_folder_have_the_same_defaults(place: Path, tmp_path: Path) -> None:
+    small = compressed(place, tmp_path / "small")
+    source = PretrainedModel(str(place / "llama-tied"))
+    model = source.load()
+    data = source.read(Calibration(file=place / "text.txt", num_windows=8, window=12, loss_window=6))(model)
+    same = rw.compress(model, rw.Budget(removed=0.3), data.batches, loss_batches=data.loss_batches)
+    state, want = small.state_dict(), same.state_dict()
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[name], want[name]) for name in want)
 
 
 def test_what_was_compressed_is_compressed_again(place: Path, tmp_path: Path) -> None:
@@ -153,10 +169,10 @@ def test_what_is_left_out_is_said_and_what_the_layers_lose_instead(place: Path, 
     size = compress_pretrained(str(place / "gemma"), rw.Budget(removed=0.1), tmp_path / "small", listener=notes)
     model = hf.AutoModelForCausalLM.from_pretrained(place / "gemma")
     words = model.get_input_embeddings().weight.numel()
-    lost = (size.dense - size.budget) / plan_of(model, embeddings=False, exclude=()).params
+    lost = (size.dense - size.budget) / default_plan(model).params
     assert notes.said == [
         f"Left out: model.embed_tokens ({words:,} parameters, {words / size.dense:.1%} of the model): "
-        "a table of words; --embeddings compresses it.",
+        "an embedding, which embeddings=True (--embeddings) compresses.",
         f"So the layers that are compressed lose {lost:.1%} of their parameters.",
     ]
     notes = Notes()
@@ -167,18 +183,18 @@ def test_what_is_left_out_is_said_and_what_the_layers_lose_instead(place: Path, 
 
 
 def test_texts_begin_as_a_model_expects(place: Path) -> None:
-    decoder, encoder = (hf.AutoConfig.from_pretrained(place / name) for name in ("llama-tied", "encoder"))
+    decoder, bidirectional = (hf.AutoConfig.from_pretrained(place / name) for name in ("llama-tied", "encoder"))
     plain, marked = tokenizer(), marked_tokenizer()
     # BOS is the configuration's where the tokenizer has none, and the tokenizer's where it has one
-    assert marks_of(plain, decoder) == Marks((decoder.bos_token_id,))
+    assert special_tokens(plain, decoder) == SpecialTokens((decoder.bos_token_id,))
     plain.add_special_tokens({"bos_token": "w7"})
-    assert marks_of(plain, decoder) == Marks((8,))
+    assert special_tokens(plain, decoder) == SpecialTokens((8,))
     # what a tokenizer adds itself is not added twice; a text of a decoder goes on
-    assert marks_of(marked, decoder) == Marks((51,))
-    assert marks_of(marked, encoder) == Marks((51,), (52,))
-    assert marks_of(tokenizer(), encoder) == Marks()
+    assert special_tokens(marked, decoder) == SpecialTokens((51,))
+    assert special_tokens(marked, bidirectional) == SpecialTokens((51,), (52,))
+    assert special_tokens(tokenizer(), bidirectional) == SpecialTokens()
     decoder.bos_token_id = None
-    assert marks_of(tokenizer(), decoder) == Marks()
+    assert special_tokens(tokenizer(), decoder) == SpecialTokens()
 
 
 def test_the_pooler_of_an_encoder_is_left_alone(place: Path, tmp_path: Path) -> None:
@@ -234,7 +250,7 @@ def test_files_of_sentence_transformers_travel_but_no_code(place: Path, tmp_path
 
 def test_windows_lie_at_equal_distances_in_the_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(WORDS[i // 100] for i in range(5_000)))
-    windows = text_windows(numbering(tokenizer()), Calibration(file=tmp_path / "text.txt", num_windows=5, window=20))
+    windows = text_windows(encoder(tokenizer()), Calibration(file=tmp_path / "text.txt", num_windows=5, window=20))
     assert len(windows) == 5
     assert all(len(window) == 20 for window in windows)
     # words stand in order: a fifth of them lies between one window and the next
@@ -247,9 +263,9 @@ def test_tables_of_words_are_left_out_unless_they_are_wanted(place: Path) -> Non
     def names(plan: Plan) -> set[str]:
         return {use.name for site in plan.sites for use in site.uses}
 
-    some, all_of_them = (plan_of(model, embeddings=wanted, exclude=()) for wanted in (False, True))
+    some, all_of_them = (default_plan(model, embeddings=wanted) for wanted in (False, True))
     assert names(all_of_them) - names(some) == {"model.embed_tokens", "lm_head"}
-    assert not any("q_proj" in name for name in names(plan_of(model, embeddings=False, exclude=["q_proj"])))
+    assert not any("q_proj" in name for name in names(default_plan(model, exclude=["q_proj"])))
 
 
 def test_the_loss_of_sampled_answers_has_the_fisher_information_as_second_moment() -> None:
@@ -322,6 +338,8 @@ def test_a_model_that_became_slower_gets_a_line(
         (["llama-tied", "--out", "OUT"], "takes one budget, but got none. Example: --removed 0.3."),
         (["llama-tied", "--removed", "0.3", "--params", "9", "--out", "OUT"], "got --removed and --params"),
         (["llama-tied", "--removed", "0.99", "--out", "OUT"], "Remove at most 0."),
+        (["llama-tied", "--latency-ms", "1e6", "--out", "OUT"], "must be below what the dense model takes"),
+        (["llama-tied", "--latency-ms", "1", "--params", "9", "--out", "OUT"], "got --params and --latency-ms"),
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "short.txt", "--out", "OUT"],
             "must hold at least one window of 256 tokens, but .*short.txt has 3. Give a longer text",

@@ -13,8 +13,8 @@ import transformers as hf
 from torch import nn
 
 import rankwise as rw
-from rankwise.cli.folders import open_model
 from rankwise.hf import save_pretrained
+from rankwise.lab.experiments.saved_models import open_folder
 from tests.flips import flipped, unsealed
 from tests.hf.hf_families import QUIET, build, compact, pruned
 
@@ -44,7 +44,7 @@ def entry_in(folder: Path) -> Any:
 def tiny() -> hf.PreTrainedModel:
     sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = hf.BertConfig(**sizes, intermediate_size=4, max_position_embeddings=4)
-    return rw.compress(hf.BertForSequenceClassification(config), rw.Budget(removed=0.5, of="prunable"))
+    return rw.compress(hf.BertForSequenceClassification(config), rw.Budget(removed=0.5, of="prunable"), embeddings=True)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_weight_that_changed_is_refused_with_its_file_unless_it_is_asked_for(
 ) -> None:
     path = folder / "model.safetensors"
     with flipped(path, 8 * path.stat().st_size - 2):
-        for opened in (load, open_model):
+        for opened in (load, open_folder):
             with pytest.raises(rw.CheckpointError, match=r"bert/model.safetensors .* its checksum is .*VERIFY=0"):
                 opened(folder)
         monkeypatch.setenv("RANKWISE_VERIFY", "0")

@@ -19,7 +19,7 @@ pytestmark = QUIET
 def holder(layout: str = "pair") -> Any:
     """A dense classifier whose encoder was compressed on its own and put back."""
     model: Any = build("bert")
-    model.bert = rw.compress(model.bert, rw.Budget(removed=0.4), layout=layout)
+    model.bert = rw.compress(model.bert, rw.Budget(removed=0.4), embeddings=True, layout=layout)
     return model
 
 
@@ -84,7 +84,9 @@ def test_what_a_class_does_of_its_own_on_another_vocabulary_is_done() -> None:
     """BART lengthens a bias that it keeps beside its output layer."""
     shape = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     config = hf.BartConfig(vocab_size=WORDS, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, **shape)
-    small: Any = rw.compress(hf.BartForConditionalGeneration(config), rw.Budget(removed=0.4, of="prunable"))
+    small: Any = rw.compress(
+        hf.BartForConditionalGeneration(config), rw.Budget(removed=0.4, of="prunable"), embeddings=True
+    )
     small.resize_token_embeddings(WORDS + 4)
     assert logits(small, input_ids=batch(small)["input_ids"]).shape[-1] == WORDS + 4
 
@@ -153,7 +155,7 @@ def test_a_base_saved_alone_gets_its_output_layer_from_its_words(
 def test_an_output_layer_that_was_saved_by_itself_stays_so(tmp_path: Path) -> None:
     """Its class ties it to the words, but the folder holds one that had become another."""
     model: Any = build("bert-mlm")
-    model.bert = rw.compress(model.bert, rw.Budget(removed=0.4))
+    model.bert = rw.compress(model.bert, rw.Budget(removed=0.4), embeddings=True)
     model.save_pretrained(tmp_path)
     other: Any = hf.BertForPreTraining.from_pretrained(tmp_path)
     assert torch.equal(head_of(other).weight, head_of(model).weight)

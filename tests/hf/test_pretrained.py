@@ -139,7 +139,7 @@ def test_shards_are_put_together(family: str, tmp_path: Path) -> None:
 def test_a_layer_of_rank_nothing_is_saved_too(family: str, tmp_path: Path) -> None:
     model = build(family)
     plan = rw.find_plan(model)
-    small = rw.compress(model, rw.Budget(params=rw.count(model) - plan.params + 20)).eval()
+    small = rw.compress(model, rw.Budget(params=rw.count(model) - plan.params + 20), embeddings=True).eval()
     assert sum(layer.numel() == 0 for layer in small.parameters()) > 2
     small.save_pretrained(tmp_path)
     assert_same(load(tmp_path, type(small)), small)
@@ -275,11 +275,11 @@ def test_a_copy_saves_itself_and_not_the_model_it_was_copied_from(copied: Any, t
     assert not torch.equal(logits(twin), logits(small))
 
 
-# without the package, and with nothing but its import
+# without the package, with `import rankwise` alone, and with `import rankwise.hf`
 
 WITHOUT = """
 import sys
-sys.modules["rankwise"] = None
+PREPARED
 import transformers as hf
 for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
     try:
@@ -290,13 +290,9 @@ for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 WITH = """
 import sys
-import rankwise
-assert not [name for name in sys.modules if name.startswith("transformers")]
-waiting = lambda: [finder for finder in sys.meta_path if type(finder).__module__.startswith("rankwise")]
-assert len(waiting()) == 1
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import rankwise.hf
+from transformers import AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
-assert not waiting()
 import copy
 import torch
 from safetensors.torch import load_file
@@ -306,7 +302,8 @@ with torch.no_grad():
 """
 
 
-def test_the_package_is_all_that_is_needed_and_its_absence_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prepared", ["sys.modules['rankwise'] = None", "import rankwise"])
+def test_importing_rankwise_hf_is_all_that_is_needed_and_its_absence_is_said(prepared: str, tmp_path: Path) -> None:
     small = compact("bert", removed=0.5)
     gated = pruned("gpt2").model
     tokens = batch(small)["input_ids"]
@@ -324,7 +321,7 @@ def test_the_package_is_all_that_is_needed_and_its_absence_is_said(tmp_path: Pat
     }
     arguments = [word for name, folder in cases.items() for word in (name, str(tmp_path / folder))]
     start = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    without = subprocess.Popen([sys.executable, "-c", WITHOUT, *arguments], **start)
+    without = subprocess.Popen([sys.executable, "-c", WITHOUT.replace("PREPARED", prepared), *arguments], **start)
     with_it = subprocess.Popen(
         [sys.executable, "-c", WITH, str(tmp_path / "small"), str(tmp_path / "data.safetensors")], **start
     )
@@ -332,11 +329,37 @@ def test_the_package_is_all_that_is_needed_and_its_absence_is_said(tmp_path: Pat
     lines = said[0].splitlines()
     assert len(lines) == 5, said
     for line in lines[:4]:
-        assert re.search(r' ValueError .*pip install ".\[hf\]" in a clone .* `import rankwise` before', line), line
+        assert re.search(r' ValueError .*pip install ".\[hf\]" in a clone .* `import rankwise.hf` before', line), line
     assert lines[4] == "BertModel loaded"
     assert with_it.returncode == 0, loaded
     # in memory of its own, the loaded model gives the very same numbers
     assert float(loaded[0]) == 0.0
+
+
+UNTOUCHED = """
+import sys
+methods = lambda: [vars(hf.PreTrainedModel)[name] for name in ("save_pretrained", "resize_token_embeddings")]
+import rankwise as rw
+finders = list(sys.meta_path)
+rw.Pruner, rw.compress, rw.load
+assert sys.meta_path == finders and not any(type(finder).__module__.startswith("rankwise") for finder in finders)
+import transformers as hf
+stock = methods()
+assert all(method.__module__.startswith("transformers") for method in stock)
+assert "rankwise.hf" not in sys.modules
+config = hf.BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+model = rw.compress(hf.BertModel(config), rw.Budget(removed=0.2), embeddings=True, target="cpu")
+assert "rankwise.hf" in sys.modules and methods() != stock
+model.save_pretrained(sys.argv[1])
+assert rw.count(hf.BertModel.from_pretrained(sys.argv[1])) == rw.count(model)
+"""
+
+
+def test_importing_rankwise_patches_nothing_and_compressing_a_model_of_transformers_lets_it_be_saved(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # what is refused
@@ -565,7 +588,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         save_pretrained(nn.Linear(2, 2), target)  # type: ignore[arg-type]
     with pytest.raises(rw.CheckpointError, match="must be compact, but this one is gated"):
         save_pretrained(pruner.model, target)  # type: ignore[arg-type]
-    with pytest.raises(rw.RankwiseError, match=f"of {rw.count(small):,} parameters, but speaks of one of"):
+    with pytest.raises(rw.RankwiseError, match=f"of {rw.count(small):,} parameters, but describes one of"):
         save_pretrained(small, target, size=pruner.size())
     with pytest.raises(ValueError, match=r"`quality` must give two numbers.*'F1' has \(0.9,\)"):
         save_pretrained(small, target, quality={"F1": (0.9,)})  # type: ignore[dict-item]
@@ -593,7 +616,7 @@ def test_layers_that_are_asked_for_their_sizes_tell_them(layout: Any, tmp_path: 
     )  # fmt: skip
     model = hf.WhisperForConditionalGeneration(config).eval()
     inputs = {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": batch(model)["input_ids"][:2]}
-    small: Any = rw.compress(model, rw.Budget(removed=0.4), layout=layout)
+    small: Any = rw.compress(model, rw.Budget(removed=0.4), embeddings=True, layout=layout)
     assert isinstance(small.model.encoder.embed_positions, nn.Sequential)
     assert logits(small, **inputs).shape == logits(model, **inputs).shape
     small.save_pretrained(tmp_path)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Command, Options, Parser, one_of
-from rankwise.errors import MissingPackageError, RankwiseError, install_extra
+from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
-    from rankwise.core.budget import Budget
-    from rankwise.deploy.compress import Compressed, Listener
+    from rankwise.deploy.compress import Compressed, Listener, Source
 
 DTYPES = ("float32", "bfloat16", "float16")
 TITLES = {
@@ -25,7 +24,7 @@ TITLES = {
     "factors": "Compressing layer by layer",
 }
 PATIENCE_SECONDS = 15.0
-"""Between two plain lines on one and the same part of the work."""
+"""Seconds between two plain lines on the same part of the work."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -39,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
     add("--removed", type=float, metavar="FRACTION", help="budget: fraction of the parameters to remove")
     add("--params", type=int, metavar="N", help="budget: parameters of the compressed model")
     add("--megabytes", type=float, metavar="N", help="budget: 10^6 bytes of saved tensors")
+    add("--latency-ms", type=float, metavar="N", help="budget: milliseconds for 1 x 128 tokens, timed on this machine")
     add("--calibration", type=Path, metavar="FILE", help="a text like those the model is for; without it plain SVD")
     add("--windows", type=int, default=64, metavar="N", help="windows of it that are read (default: 64)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (default: 256)")
@@ -54,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="WHERE",
         help="where it will run, cuda or cpu, or size: the smallest file, in the pivot layout (default: the device)",
     )
-    add("--embeddings", action="store_true", help="compress tables of words too, and output layers tied to them")
+    add("--embeddings", action="store_true", help="compress embeddings too, and output layers tied to them")
     add("--exclude", action="append", default=[], metavar="NAME", help="leave out layers of this name; repeatable")
     add("--device", default="auto", metavar="DEVICE", help="such as cpu or cuda:1 (default: a GPU on which it fits)")
     add(
@@ -69,43 +69,31 @@ def add_arguments(parser: Parser) -> None:
 
 
 def compress(options: Options) -> None:
-    from rankwise.hf.names import check_name
+    from rankwise.hub import check_name
 
     # before anything slow is imported
     check_name(options.model)
     import torch
 
-    from rankwise.cli.folders import open_own
     from rankwise.core.budget import Budget
-    from rankwise.deploy.compress import compress_saved
-    from rankwise.deploy.windows import Calibration
+    from rankwise.deploy.calibration import Calibration
+    from rankwise.deploy.compress import compress_folder
 
-    sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes")}
+    sizes = {name: getattr(options, name) for name in ("removed", "params", "megabytes", "latency_ms")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if len(given) != 1:
-        said = " and ".join(f"--{name}" for name in given) or "none"
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    settings: dict[str, Any] = {
-        "calibration": None,
-        **{
-            name: getattr(options, name)
-            for name in ("layout", "target", "embeddings", "exclude", "overwrite", "device")
-        },
-        "dtype": None if options.dtype == "auto" else getattr(torch, options.dtype),
-    }
+    names = ("layout", "target", "embeddings", "exclude", "overwrite", "device")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.calibration is not None:
         settings["calibration"] = Calibration(
             file=options.calibration, num_windows=options.windows, window=options.window
         )
-    place = Path(options.model)
-    own = open_own(place)
+    source = _source(options.model)
     with _listening() as listener:
-        settings["listener"] = listener
-        if own is not None:
-            settings |= {"vocabulary": own.vocabulary, "beside": own.beside, "again": lambda: open_own(place).model}  # type: ignore[union-attr]
-            made = compress_saved(own.model, Budget(**given), options.out, **settings)
-        else:
-            made = _compress_pretrained(options.model, Budget(**given), options.out, settings)
+        made = compress_folder(source, Budget(**given), options.out, **settings, listener=listener)
     if options.json:
         print(json.dumps({"folder": options.out, **dataclasses.asdict(made), "remarks": made.remarks()}, indent=1))
     else:
@@ -114,8 +102,20 @@ def compress(options: Options) -> None:
         print(f"{options.out}: {'; '.join(_figures(made))}")
 
 
+def _source(name: str) -> Source:
+    from rankwise.deploy.compress import SavedModel
+    from rankwise.lab.experiments.saved_models import open_model, open_own
+
+    own = open_own(Path(name))
+    if own is not None:
+        return SavedModel(own.model, own.vocabulary, own.beside, lambda: open_model(name))
+    from rankwise.hf.compress import PretrainedModel
+
+    return PretrainedModel(name)
+
+
 def _figures(made: Compressed) -> Iterator[str]:
-    """Size, quality and speed in words."""
+    """Size, quality and speed as phrases."""
     yield (
         f"{made.exported:,} of {made.dense:,} parameters, {made.removed:.2%} removed "
         f"(at most {made.budget:,} were asked for)"
@@ -132,7 +132,7 @@ def _figures(made: Compressed) -> Iterator[str]:
 
 @contextmanager
 def _listening() -> Iterator[Listener]:
-    """What is said of a compression: a bar on a terminal, plain lines elsewhere."""
+    """Shows progress: a bar on a terminal, plain lines elsewhere."""
     from rankwise.cli.progress import Bar, watching
     from rankwise.deploy.compress import Listener
 
@@ -160,30 +160,15 @@ def _listening() -> Iterator[Listener]:
         yield Shown()
 
 
-def _compress_pretrained(model: str, budget: Budget, out: str, settings: dict[str, Any]) -> Compressed:
-    try:
-        from transformers.utils import logging
-
-        from rankwise.hf.compress import compress_pretrained
-    except ImportError:
-        raise MissingPackageError(
-            f"`rankwise compress` needs transformers, which is not installed. {install_extra('hf')}"
-        ) from None
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return compress_pretrained(model, budget, out, **settings)
-
-
 COMPRESS = Command(
     name="compress",
     about="Make a model smaller at once, without training.",
     details="""\
 Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
-model's answers lose; with --calibration outputs are measured on that text, of which some windows are kept
+model's outputs lose; with --calibration outputs are measured on that text, of which some windows are kept
 back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
-better model is kept. `from_pretrained` loads the folder
-after `import rankwise`; a model of a run, or of `rankwise.save`, gives a folder for `rankwise.load`; that of
-a run can be evaluated and sampled from as before.
+better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
+`rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
 
 example: rankwise compress my-model --removed 0.3 --calibration text.txt --out my-model-small""",
     arguments=add_arguments,

@@ -20,14 +20,14 @@ REPEATS = 10
 
 
 def export(options: Options) -> None:
-    from rankwise.cli.folders import open_model
     from rankwise.core.budget import count
     from rankwise.deploy.inputs import example_inputs
-    from rankwise.deploy.measure import time_together
+    from rankwise.lab.experiments.saved_models import open_folder
+    from rankwise.measure import time_together
 
-    models = {"model": open_model(Path(options.folder)).float()}
+    models = {"model": open_folder(Path(options.folder)).float()}
     if options.dense is not None:
-        models["dense"] = open_model(Path(options.dense)).float()
+        models["dense"] = open_folder(Path(options.dense)).float()
     target = Path(options.out or f"{Path(options.folder).resolve().name}-{options.to}{'-int8' if options.int8 else ''}")
     rows: list[dict[str, Any]] = []
     runners: dict[str, Runner] = {}
@@ -49,15 +49,14 @@ def export(options: Options) -> None:
 
 
 def _exported(model: nn.Module, inputs: dict[str, Any], place: Path, options: Options) -> tuple[Exported, Runner]:
-    from importlib import import_module
+    from rankwise.deploy.export import FORMATS
 
-    engine = import_module(f"rankwise.deploy.export.{options.to}")
-    made = engine.export(model, inputs, place, int8=options.int8)
-    return made, engine.load(place)
+    made = FORMATS[options.to].export(model, inputs, place, int8=options.int8)
+    return made, FORMATS[options.to].load(place)
 
 
 def _show(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
-    from rankwise.deploy.measure import slower_than_dense
+    from rankwise.measure import slower_than_dense
 
     dense = next((row["milliseconds"] for row in rows if row["name"] == "dense"), None)
     what = f"The model in {options.to}{' with int8' if options.int8 else ''}"
@@ -94,7 +93,7 @@ def add_arguments(parser: Parser) -> None:
     add("--to", type=one_of(*FORMATS), required=True, metavar="FORMAT", help=", ".join(FORMATS))
     add("--int8", action="store_true", help="matrices of 8 bits (onnx and openvino)")
     add("--out", metavar="FOLDER", help="a new folder (default: FOLDER-FORMAT, here)")
-    add("--dense", metavar="FOLDER", help="the model before, to be timed on the same engine")
+    add("--dense", metavar="FOLDER", help="the dense model, to be timed on the same engine")
     add("--batch", type=int, default=2, metavar="N", help="of the example (default: 2; 1 fixes the batch)")
     add("--length", type=int, default=128, metavar="N", help="tokens of the example (default: 128)")
     add("--json", action="store_true", help="print JSON")

@@ -1,4 +1,4 @@
-"""Models that the command line is told of: `package.module:builder`, `path/to/file.py:builder`, a folder or a name."""
+"""Models that a command names: `package.module:builder`, `path/to/file.py:builder`, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ if TYPE_CHECKING:
 
 
 def find_model(target: str, *, weights: bool) -> tuple[nn.Module, list[str]]:
-    """The model that `target` names, without its weights where they are not needed; and what is assumed of it."""
-    from rankwise.cli.folders import open_empty, open_model
-
-    folder = Path(target)
-    if not folder.is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
+    """The model that `target` names, and what is assumed of it; `weights`: whether those of a folder are needed."""
+    if not Path(target).is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
         return build(target), []
-    if not weights:
-        return open_empty(target)
-    if folder.is_dir():
-        return open_model(folder), []
-    from rankwise.hf.compress import load_model
+    from rankwise.lab.experiments.saved_models import open_empty, open_model
 
-    return load_model(target), []
+    return (open_model(target), []) if weights else open_empty(target)
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python code of that name is around, whose builder was not named."""
+    """Whether there is a Python module of that name: its builder was forgotten."""
     return name.isidentifier() and (Path(f"{name}.py").is_file() or importlib.util.find_spec(name) is not None)
 
 
@@ -47,7 +40,7 @@ def build(target: str) -> nn.Module:
         raise RankwiseError(
             f"MODEL must be `package.module:builder` or `path/to/file.py:builder`, but is {target!r} instead."
         )
-    # what a builder prints is no part of the answer
+    # what a builder prints is not part of the output
     with contextlib.redirect_stdout(sys.stderr):
         module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
         model = _attribute(module, place, name)

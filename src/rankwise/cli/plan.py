@@ -94,7 +94,7 @@ def _fast_enough(
     """The size that meets a time, and `exclude` with the layers that would be slower at low rank."""
     from rankwise.adapters.plans import find_plan
     from rankwise.deploy.inputs import example_inputs
-    from rankwise.deploy.latency import SLOWER, meet_latency
+    from rankwise.latency import SLOWER, meet_latency
 
     found = meet_latency(model, budget, example_inputs(model, 1, 128), plan=find_plan(model, include, exclude))
     slower = [item.name for item in found.plan.left_out if item.reason == SLOWER]

@@ -168,7 +168,7 @@ class Budget:
     dtype: torch.dtype | None = None
     """With `megabytes`: the export dtype, to which `compact()` casts. Default: the model's own."""
     latency_ms: float | None = None
-    """Milliseconds of a forward pass on this machine. `rankwise.deploy.latency.meet_latency` finds the size for it."""
+    """Milliseconds of one call on this machine; `Pruner` and `compress` find its size, given an `example`."""
 
     def __post_init__(self) -> None:
         given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
@@ -210,7 +210,7 @@ class Budget:
         if self.latency_ms is not None:
             raise BudgetError(
                 f"A budget must be a size here, but is `latency_ms` ({self.latency_ms:g}), which depends on inputs and "
-                "machine. Find the size first: rankwise.deploy.latency.meet_latency(model, budget, example_inputs)."
+                "machine. Find the size first: rankwise.deploy.meet_latency(model, budget, example_inputs).budget."
             )
         if self.removed is not None:
             whole = account.dense if self.of == "model" else account.prunable

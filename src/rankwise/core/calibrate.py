@@ -5,7 +5,7 @@ There are two: the second moments of the inputs of a matrix, and how much the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Plan, Site, Use, get_module
 from rankwise.errors import DataError
+from rankwise.measure import call_model, evaluating
 from rankwise.modules import scale_of
 
 
@@ -53,7 +54,7 @@ def second_moments(
             num_calls, last_call = 0, None if last_calls is None else last_calls[number]
             number += 1
             with suppress(_StopForward):
-                _call(model, batch)
+                call_model(model, batch)
     if not number:
         raise DataError("`calibration` must hold at least one batch, but is empty.")
     moments = {name: total.moments() for name, total in sums.items()}
@@ -77,7 +78,7 @@ def count_calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
         num_calls[name] = num_calls.pop(name, 0) + 1
 
     with _watching(model, plan, on_call), torch.no_grad():
-        _call(model, batch)
+        call_model(model, batch)
     return num_calls
 
 
@@ -106,9 +107,9 @@ def output_fisher(
     try:
         for parameter in trainable:
             parameter.requires_grad_(False)
-        with evaluation_mode(model), torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             for batch in batches:
-                value = loss(_call(model, batch))
+                value = loss(call_model(model, batch))
                 if value.requires_grad:
                     value.backward()  # type: ignore[no-untyped-call]
     finally:
@@ -186,31 +187,11 @@ def _watching(
         for use in site.uses
     ]
     try:
-        with evaluation_mode(model):
+        with evaluating(model):
             yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode, and every module back into its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

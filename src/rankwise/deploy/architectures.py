@@ -1,4 +1,4 @@
-"""Architectures that a saved model can name, so that it loads without the code that built it.
+"""Architectures that a saved model can name, so that it loads without a skeleton.
 
 A package registers its own with `register`; those of `rankwise.lab` are imported when a saved model asks for them.
 """
@@ -28,7 +28,7 @@ HOMES = {"sru": "rankwise.lab.models.sru", "transformer-xl": "rankwise.lab.model
 
 
 def register(name: str, config: type[Any], model: Callable[[Any], nn.Module]) -> None:
-    """Let saved models name this architecture."""
+    """Register an architecture, so that saved models can name it."""
     REGISTERED[name] = Architecture(config, model)
 
 

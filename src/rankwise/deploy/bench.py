@@ -1,14 +1,19 @@
-"""Dense against compact against int8 on this machine: every engine, batch and number of threads, or a GPU.
+"""Timing dense, compact and int8 models against each other: every engine, batch and number of threads, or a GPU.
 
-All models of a case take turns, so a slow spell of the machine meets them all.
+All models of a case take turns, so a slow spell of the machine meets them all. A new engine is one entry in `ENGINES`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -16,33 +21,152 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import count
 from rankwise.core.copies import copied
-from rankwise.deploy.engines import engine
-from rankwise.deploy.measure import slower_than_dense, time_together
+from rankwise.deploy.export import FORMATS
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, install_extra, nearest
 from rankwise.kernels.int8.layer import can_multiply_bytes
+from rankwise.measure import slower_than_dense, time_together
 
 ALL = "all"
 FAST = 2.0
-"""Milliseconds of a call, below which what surrounds the arithmetic decides."""
+"""Milliseconds of a call, below which overhead decides."""
 Variants: TypeAlias = dict[tuple[str, str], nn.Module]
 """Models by name and precision."""
+Call: TypeAlias = Callable[[], object]
+"""The model on the example inputs, once."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to run a model."""
+
+    about: str
+    devices: tuple[str, ...]
+    """Where it runs."""
+    missing: Callable[[], str | None]
+    """What must be installed first, as a sentence; None where nothing is missing."""
+    prepare: Callable[[nn.Module, tuple[Tensor, ...]], Call]
+    """From a model in evaluation mode and example inputs to a call. May take a while, and may raise."""
+
+
+def engine(name: str, device: str = "cpu") -> Engine:
+    """The engine of that name, if it can run here, on that kind of device."""
+    if name not in ENGINES:
+        raise RankwiseError(
+            f"An engine must be one of {', '.join(ENGINES)}, but is {name!r} instead.{nearest(name, ENGINES)}"
+        )
+    if device not in ENGINES[name].devices:
+        able = [other for other, entry in ENGINES.items() if device in entry.devices]
+        raise RankwiseError(
+            f"An engine for {device!r} must be one of {', '.join(able)}, but is {name!r} instead, which runs on "
+            f"{' and '.join(map(repr, ENGINES[name].devices))} alone."
+        )
+    if missing := ENGINES[name].missing():
+        raise RankwiseError(f"The engine {name!r} cannot run here: {missing}")
+    return ENGINES[name]
+
+
+def _plain(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    @torch.inference_mode()
+    def call() -> object:
+        return model(*inputs)
+
+    return call
+
+
+def _graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    call, graph = _plain(model, inputs), torch.cuda.CUDAGraph()
+    # what is made in the first calls cannot be made while a graph is captured, and they need a stream of their own
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.graph(graph):
+            found = call()
+    except RuntimeError as error:
+        raise RankwiseError(
+            f"A model must leave the host out of its work to be captured as a graph, but {type(model).__name__} does "
+            f"not: {error}. Time it with the engine torch."
+        ) from error
+
+    def replay() -> object:
+        graph.replay()
+        return found
+
+    return replay
+
+
+def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    compiled = torch.compile(model, dynamic=False)
+
+    # inference mode and the compiler's guards do not go together in all versions of torch
+    @torch.no_grad()
+    def call() -> object:
+        return compiled(*inputs)
+
+    call()
+    return call
+
+
+def _compiler_missing() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "cl"]
+    if any(map(shutil.which, names)):
+        return None
+    return f"torch.compile needs a C++ compiler ({' or '.join(names)}). Install one, or name it in CXX."
+
+
+def _exported(format: str) -> Callable[[nn.Module, tuple[Tensor, ...]], Call]:
+    def prepare(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+        names = list(inspect.signature(model.forward).parameters)
+        given = dict(zip(names, inputs, strict=False))
+        with tempfile.TemporaryDirectory() as folder:
+            FORMATS[format].export(model, given, Path(folder) / format)
+            run = FORMATS[format].load(Path(folder) / format)
+
+        def call() -> object:
+            return run(**given)
+
+        return call
+
+    return prepare
+
+
+def _packages_missing(*names: str) -> Callable[[], str | None]:
+    def missing() -> str | None:
+        absent = [name for name in names if find_spec(name) is None]
+        if not absent:
+            return None
+        return f"it needs {' and '.join(absent)}. {install_extra('export')}"
+
+    return missing
+
+
+ENGINES: dict[str, Engine] = {
+    "torch": Engine("PyTorch as it is", ("cpu", "cuda"), lambda: None, _plain),
+    "compile": Engine("torch.compile", ("cpu", "cuda"), _compiler_missing, _compiled),
+    "graph": Engine("PyTorch as a CUDA graph", ("cuda",), lambda: None, _graph),
+    "onnx": Engine("ONNX Runtime", ("cpu",), _packages_missing("onnx", "onnxscript", "onnxruntime"), _exported("onnx")),
+    "openvino": Engine("OpenVINO", ("cpu",), _packages_missing("openvino"), _exported("openvino")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What is timed."""
+    """Which cases are timed."""
 
     length: int
     """Tokens of a sequence."""
     batches: tuple[int, ...] = (1, 16)
     """Sequences at once."""
     threads: tuple[int | str, ...] = (1, ALL)
-    """Of torch; "all" is one per core."""
+    """Threads of torch; "all" is one per core."""
     engines: tuple[str, ...] = ("torch",)
     repeats: int = 15
     device: str = "cpu"
-    """Or "cuda", where threads do not count."""
+    """"cpu", or "cuda", where threads do not matter."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -83,8 +207,8 @@ def bench(
     Args:
         models: on the CPU; the first is the dense one.
         make_tokens: from batch and length to tokens.
-        peers: models of others, timed by torch in float32 on a CPU.
-        tell: told of every case before it is timed.
+        peers: models of other libraries, timed by torch in float32 on a CPU.
+        tell: called with every case before it is timed.
     """
     peers = peers or {}
     if peers and config.device == "cuda":
@@ -93,7 +217,7 @@ def bench(
     plain, more = _on_cpu(models, peers) if config.device == "cpu" else _on_gpu(models)
     rows = []
     for name in config.engines:
-        # other engines have their own ways to int8
+        # other engines quantize by themselves
         run = plain | more if name == "torch" else plain
         for batch in config.batches:
             tokens_BT = make_tokens(batch, config.length).to(config.device)
@@ -108,7 +232,7 @@ def bench(
 
 
 def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
-    """What every engine runs, and what torch runs besides."""
+    """The models that every engine runs, and those that only torch runs."""
     plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
     more: Variants = {(name, "int8"): int8(model) for name, model in models.items()}
     if can_multiply_bfloat16():
@@ -123,7 +247,7 @@ def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
 
 
 class Autocast(nn.Module):
-    """A model on a GPU with its products in bfloat16, as it is trained."""
+    """A model on a GPU under autocast to bfloat16, as it is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -153,9 +277,9 @@ def _time(
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for every model that is not faster than it must be, and why, where that is known.
+    """One line for every model that is not faster than it should be, and why, where that is known.
 
-    A compact model must be faster than the dense one of the same precision, and a precision faster than float32.
+    A compact model should be faster than the dense one of the same precision, and a precision faster than float32.
     """
     lines = []
     for row in rows:
@@ -171,20 +295,21 @@ def _remark(row: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
         line = slower_than_dense(what, ours["median"], theirs["median"], where=words(row), reason=reason)
         if line is not None:
             return line
-    # faster means: also where one was lucky and the other was not
+    # faster even if one was lucky and the other was not
     if ours["p80"] < theirs["p20"]:
         return None
     faster = "not clearly faster" if ours["median"] < theirs["median"] else "NOT faster"
     return (
         f"{what} is {faster} than {before['model']} in {before['precision']} "
         f"({words(row)}): {ours['median']:.2f} against {theirs['median']:.2f} ms"
-        f"{f', for {reason}' if reason else ''}."
+        f"{f' ({reason})' if reason else ''}."
     )
 
 
 def _befores(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """What a row must be faster than: a compact model than the dense one of its precision; on a CPU also than itself in
-    float32. On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
+    """The rows that a row should be faster than: the dense model of its precision, and on a CPU itself in float32.
+
+    On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
     """
     if row["peer"] or row is case[0]:
         return

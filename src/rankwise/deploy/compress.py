@@ -1,42 +1,53 @@
-"""One-shot compression of a model in a folder: what all kinds of folders share, and those of `rankwise.save`."""
+"""One-shot compression of a folder: load a model, compress it in place, measure what was lost, save it.
+
+A `Source` is what depends on the kind of folder: `SavedModel` here, `rankwise.hf.compress.PretrainedModel` for
+transformers.
+"""
 
 from __future__ import annotations
 
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
-from rankwise.core.plan import LeftOut, Plan, check_not_empty
+from rankwise.core.host_memory import return_large_blocks
+from rankwise.core.plan import Plan
 from rankwise.core.targets import find_target
-from rankwise.deploy.kept_back import KeptBack, Quality, milliseconds
-from rankwise.deploy.measure import slower_than_dense
+from rankwise.deploy.calibration import (
+    BYTES_PER_CHARACTER,
+    BYTES_PER_TOKEN,
+    Calibration,
+    KeptBack,
+    Quality,
+    read_windows,
+)
+from rankwise.deploy.inputs import example_inputs, positions_of
 from rankwise.deploy.save import check_target, save_with
-from rankwise.deploy.windows import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, Marks, split, text_windows
-from rankwise.errors import DataError, RankwiseError
+from rankwise.errors import DataError, RankwiseError, first_line
+from rankwise.latency import size_for
+from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
-from rankwise.oneshot import compress
+from rankwise.oneshot import compress, default_plan
 from rankwise.pruner import size_account
 
 TIMED_TOKENS = 128
-"""Of a call that is timed, where no calibration says how long texts are."""
-WORDS = "a table of words"
+"""Tokens of a call that is timed, where no calibration says how long texts are."""
+REPEATS = 5
 TOLERATED = 1.1
-"""Times the dense model's time: above it the small one is called slower. It is timed later, so they take no turns."""
+"""The small model is called slower above this multiple of the dense one's time: the two did not take turns."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed(SizeReport):
-    """What was made of a model."""
+    """Size, quality and speed of a compressed model."""
 
     ranks: str = "global"
     """How ranks were shared out: "global" or "even", as in `rankwise.compress`."""
@@ -55,19 +66,8 @@ class Compressed(SizeReport):
         return [line for line in lines if line is not None]
 
 
-class TextVocabulary(Protocol):
-    """What reads a text for a language model that is not one of transformers."""
-
-    @property
-    def kind(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-
 class Listener:
-    """Told what happens; override what is of interest."""
+    """Receives what happens while a model is compressed; override what is of interest."""
 
     def say(self, text: str) -> None:
         """Something that a user should know."""
@@ -78,165 +78,173 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a calibration text says to a model, on its device."""
+    """Batches of a calibration text for a model, on its device."""
 
     batches: Sequence[Any]
     loss_batches: Sequence[Any]
-    loss: Callable[[], Callable[[Any], Tensor]]
-    """A loss whose random numbers begin anew."""
     kept_back: Sequence[Any]
     is_decoder: bool
     window: int
     notes: Sequence[str] = ()
+    loss: Callable[[Any], Tensor] | Literal["sampled"] = "sampled"
 
 
-def shrink(
-    load: Callable[[], nn.Module],
+class Source(ABC):
+    """A model to compress: how it is loaded, how it reads a text, and how the small one is saved."""
+
+    can_load_again = True
+    """Whether `load` gives the dense model a second time."""
+
+    @abstractmethod
+    def load(self) -> nn.Module:
+        """The dense model, which is changed in place."""
+
+    @abstractmethod
+    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+        """Read the text before the model is loaded; gives a function from the model to its data."""
+
+    @abstractmethod
+    def check_target(self, folder: Path, overwrite: bool) -> None:
+        """Refuse a folder that must not be written."""
+
+    @abstractmethod
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+        """Write the folder; gives lines that a user should read."""
+
+
+def compress_folder(
+    source: Source,
     budget: Budget,
-    save: Callable[[nn.Module, Compressed, bool], None],
+    out: str | Path,
     *,
-    prepare: Callable[[nn.Module], Data] | None = None,
-    again: bool = True,
-    layout: Literal["pair", "pivot"] | None = None,
-    target: str | None = None,
-    embeddings: bool = False,
-    exclude: Sequence[str] = (),
-    listener: Listener | None = None,
-) -> Compressed:
-    """Compress what `load` gives, in place, measure it and `save` it.
-
-    Where much is lost on the windows kept back, the model is loaded again and compressed with even ranks, and the
-    better of the two is what stays: ranks by the loss rest on gradients, which are no guide to large changes.
-
-    Args:
-        save: of a model and what is known of it; whether it may replace what was saved.
-        prepare: the data, for the model that was loaded. None: no calibration.
-        again: whether `load` gives the dense model a second time.
-    """
-    listener = listener or Listener()
-    model = load()
-    plan = plan_of(model, embeddings=embeddings, exclude=exclude)
-    where = find_target(target, model)
-    account = size_account(model, plan, Svd(layout=layout or where.layout), where, trained=True)
-    budget.resolve(account)
-    data = None if prepare is None else prepare(model)
-    for line in (*(() if data is None else data.notes), *_left_out(plan, account, budget)):
-        listener.say(line)
-    length = TIMED_TOKENS if data is None else data.window
-    kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder) if data and data.kept_back else None
-    before = milliseconds(model, length)
-
-    def attempt(model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
-        given: dict[str, Any] = {}
-        if data is not None:
-            given = {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss()}
-        progress = listener.progress
-        compress(
-            model,
-            budget,
-            plan=plan,
-            layout=layout,
-            target=where,
-            in_place=True,
-            ranks=ranks,
-            progress=progress,
-            **given,
-        )
-        after = milliseconds(model, length) if before else {}
-        return Compressed(
-            **vars(SizeReport.of(model, account, budget)),
-            ranks=ranks,
-            quality=None if kept_back is None else kept_back.quality(model),
-            speed={number: (time, after[number]) for number, time in before.items() if number in after},
-            device=str(next(model.parameters()).device),
-        )
-
-    first = attempt(model, "global")
-    save(model, first, False)
-    if first.quality is None or not first.quality.is_bad or not again:
-        return first
-    listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
-    # one of the two models at a time is in memory
-    del model
-    model = load()
-    second = attempt(model, "even")
-    assert second.quality is not None
-    is_better = second.quality.small < first.quality.small
-    listener.say(f"Even ranks: {second.quality}. {'They are' if is_better else 'The first ones are'} kept.")
-    if is_better:
-        save(model, second, True)
-    return second if is_better else first
-
-
-def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
-    """What stays as it is although it is large, and what the layers lose instead."""
-    large = sorted(
-        (item for item in plan.left_out if item.params >= 0.01 * account.dense), key=lambda item: -item.params
-    )
-    lines = []
-    for item in large[:8]:
-        hint = "; --embeddings compresses it" if item.reason == WORDS else ""
-        share = f"{item.params:,} parameters, {item.params / account.dense:.1%} of the model"
-        lines.append(f"Left out: {item.name} ({share}): {item.reason}{hint}.")
-    if lines:
-        lost = (account.dense - budget.resolve(account)) / account.prunable
-        lines.append(f"So the layers that are compressed lose {lost:.1%} of their parameters.")
-    return lines
-
-
-def compress_saved(
-    model: nn.Module,
-    budget: Budget,
-    out: str | os.PathLike[str],
-    *,
-    vocabulary: TextVocabulary | None = None,
     calibration: Calibration | None = None,
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
     embeddings: bool = False,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
-    beside: Mapping[str, Mapping[str, Any]] | None = None,
     device: str = "auto",
     dtype: torch.dtype | None = None,
-    again: Callable[[], nn.Module] | None = None,
     listener: Listener | None = None,
 ) -> Compressed:
-    """Compress `model`, which `rankwise.load` gave, in place and into the folder `out`, which `rankwise.load` opens.
+    """Compress the model of `source` into the folder `out`, which appears when it is complete.
+
+    Where much is lost on the windows kept back, the model is loaded again and compressed with even ranks, and the
+    better of the two stays: ranks by the loss rest on gradients, which say little about large changes.
 
     Args:
-        model: of any kind; with `calibration`, one of our language models.
-        vocabulary: what `calibration` is read by.
-        beside: JSON files that are written along with the model, by name.
-        again: gives the model anew, for another try where much is lost.
-        budget, out, calibration, layout, target, embeddings, exclude, overwrite, device, dtype, listener: as for models
-            of transformers.
+        budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
+        calibration: text on which outputs are measured; without it the SVD of the weights.
+        layout, target, embeddings: as for `rankwise.compress`.
+        exclude: names of layers that stay as they are.
+        overwrite: replace a model that was saved under this name before.
+        device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
+        dtype: of the compressed model; by default that of the folder.
+        listener: receives progress, and lines that a user should read.
     """
-    folder = Path(out).resolve()
-    check_target(folder, overwrite)
-    models = [model]
+    folder, listener = Path(out).resolve(), listener or Listener()
+    source.check_target(folder, overwrite)
+    return_large_blocks()
+    prepare = None if calibration is None else source.read(calibration)
 
     def load() -> nn.Module:
-        found = models.pop() if models else again() if again is not None else model
-        return found.to(device=place(device, found), dtype=dtype)
+        model = source.load()
+        return model.to(device=find_device(device, model), dtype=dtype)
 
-    def save(small: nn.Module, made: Compressed, replace: bool) -> None:
-        save_with(small.cpu(), folder, beside or {}, overwrite=overwrite or replace)
+    model = load()
+    work = _Work(model, budget, prepare and prepare(model), layout, target, embeddings, exclude, listener)
+    first = work.attempt(model, "global")
+    notes = source.save(model, first, folder, overwrite)
+    best = first
+    if first.quality is not None and first.quality.is_bad and source.can_load_again:
+        listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
+        # one of the two models at a time is in memory
+        del model
+        model = load()
+        second = work.attempt(model, "even")
+        assert second.quality is not None
+        if second.quality.small < first.quality.small:
+            best, notes = second, source.save(model, second, folder, True)
+        kept = "They are" if best is second else "The first ones are"
+        listener.say(f"Even ranks: {second.quality}. {kept} kept.")
+    for note in notes:
+        listener.say(note)
+    return best
 
-    return shrink(
-        *(load, budget, save),
-        prepare=None if calibration is None else lambda found: _data(found, calibration, vocabulary),
-        again=again is not None,
-        layout=layout,
-        target=target,
-        embeddings=embeddings,
-        exclude=exclude,
-        listener=listener,
-    )
+
+class _Work:
+    """What both attempts at a model share: plan, sizes, data, and the figures of the dense model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        data: Data | None,
+        layout: Literal["pair", "pivot"] | None,
+        target: str | None,
+        embeddings: bool,
+        exclude: Sequence[str],
+        listener: Listener,
+    ) -> None:
+        self.data, self.layout, self.listener = data, layout, listener
+        self.plan = default_plan(model, embeddings=embeddings, exclude=exclude)
+        if budget.latency_ms is not None:
+            budget, self.plan = size_for(model, budget, self.plan, _text(model, TIMED_TOKENS), None)
+        self.budget = budget
+        self.target = find_target(target, model)
+        self.account = size_account(
+            model, self.plan, Svd(layout=layout or self.target.layout), self.target, trained=True
+        )
+        budget.resolve(self.account)
+        for line in (*(data.notes if data else ()), *_left_out(self.plan, self.account, budget)):
+            listener.say(line)
+        self.length = data.window if data else TIMED_TOKENS
+        self.kept_back = None
+        if data and data.kept_back:
+            self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
+        self.dense_times = milliseconds(model, self.length)
+
+    def attempt(self, model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
+        """Compress `model` in place, and measure it."""
+        given: dict[str, Any] = {}
+        if self.data is not None:
+            data = self.data
+            given = {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
+        compress(
+            *(model, self.budget),
+            plan=self.plan,
+            layout=self.layout,
+            target=self.target,
+            in_place=True,
+            ranks=ranks,
+            progress=self.listener.progress,
+            **given,
+        )
+        times = milliseconds(model, self.length) if self.dense_times else {}
+        return Compressed(
+            **vars(SizeReport.of(model, self.account, self.budget)),
+            ranks=ranks,
+            quality=None if self.kept_back is None else self.kept_back.quality(model),
+            speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
+            device=str(next(model.parameters()).device),
+        )
 
 
-def place(device: str, model: nn.Module) -> torch.device:
-    """The device that a user names; "auto": a GPU on which the model fits, else where it is."""
+def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
+    """Lines about large layers that stay as they are, and what the others lose instead."""
+    large = [item for item in plan.left_out if item.params >= 0.01 * account.dense]
+    lines = []
+    for item in sorted(large, key=lambda item: -item.params)[:8]:
+        share = f"{item.params:,} parameters, {item.params / account.dense:.1%} of the model"
+        lines.append(f"Left out: {item.name} ({share}): {item.reason}.")
+    if lines:
+        lost = (account.dense - budget.resolve(account)) / account.prunable
+        lines.append(f"So the layers that are compressed lose {lost:.1%} of their parameters.")
+    return lines
+
+
+def find_device(device: str, model: nn.Module) -> torch.device:
+    """The device of that name; "auto": a GPU on which the model fits, else where it is."""
     if device == "auto":
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size
@@ -246,106 +254,111 @@ def place(device: str, model: nn.Module) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise RankwiseError(
-            f"`device` must be one that torch has here, such as cpu or cuda:0, but is {device!r}: "
-            f"{str(error).splitlines()[0]}"
+            f"`device` must be one that torch has here, such as cpu or cuda:0, but is {device!r}: {first_line(error)}"
         ) from None
     return found
 
 
-def windows_of(
-    encode: Callable[[str], list[int]],
-    calibration: Calibration,
-    *,
-    bytes_per_token: int = BYTES_PER_TOKEN,
-    marks: Marks | None = None,
-) -> Windows:
-    """Windows of a text for calibration, and those that are kept back."""
-    more = calibration.num_kept_back
-    found = text_windows(encode, calibration, bytes_per_token=bytes_per_token, marks=marks, more=more)
-    used, back = split(found, calibration)
-    note = (
-        f"{calibration.file} holds {len(found)} windows of {calibration.window} tokens, fewer than the "
-        f"{calibration.num_windows + more} asked for: {len(used)} calibrate, {len(back)} are kept back."
-    )
-    return Windows(used, back, [note] if len(found) < calibration.num_windows + more else [])
-
-
-class Windows(NamedTuple):
-    used: list[Tensor]
-    kept_back: list[Tensor]
-    notes: list[str]
-    """What a user should know of them."""
-
-
-def _data(model: nn.Module, calibration: Calibration, vocabulary: TextVocabulary | None) -> Data:
-    """What a text says to one of our language models."""
-    if vocabulary is None:
-        raise DataError(
-            "A calibration text needs the model's vocabulary, but the folder holds none. "
-            "Give the folder of the run that made the model, or leave `calibration` out."
-        )
-    num_words = getattr(getattr(model, "config", None), "num_words", None)
-    if num_words != len(vocabulary):
-        raise DataError(f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}.")
-    most = BYTES_PER_TOKEN if vocabulary.kind == "word" else BYTES_PER_CHARACTER
-    windows = windows_of(vocabulary.encode, calibration, bytes_per_token=most)
+def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
+    """The median time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
     device = next(model.parameters()).device
-    batches, kept_back = ([window[None].to(device) for window in part] for part in windows[:2])
-
-    def loss() -> Callable[[Any], Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        return lambda output: loss_of_choices(output[0], generator)
-
-    return Data(
-        batches=batches,
-        loss_batches=[batch[:, : calibration.loss_window] for batch in batches],
-        loss=loss,
-        kept_back=kept_back,
-        is_decoder=True,
-        window=calibration.window,
-        notes=windows.notes,
-    )
+    found: dict[int, float] = {}
+    for number in sorted({_readable(model, length), 1}, reverse=True):
+        try:
+            inputs = _text(model, number)
+            with torch.inference_mode(), evaluating(model):
+                timing = time_together({"": lambda given=inputs: model(**given)}, repeats=REPEATS, device=device)  # type: ignore[misc]
+        # models that read other things than text refuse tokens with errors of many types
+        except Exception:
+            return {}
+        found[number] = timing[""].median
+    return found
 
 
-def plan_of(model: nn.Module, *, embeddings: bool, exclude: Sequence[str]) -> Plan:
-    """Every linear layer, and tables of words if they are wanted."""
-    plan = find_plan(model, exclude=list(exclude))
-    if not embeddings:
-        words = [site for site in plan.sites if site.has_embedding]
-        left_out = [LeftOut(site.name, site.params, WORDS) for site in words]
-        plan = Plan(tuple(site for site in plan.sites if site not in words), (*plan.left_out, *left_out))
-    check_not_empty(plan)
-    return plan
+def _readable(model: nn.Module, length: int) -> int:
+    """`length`, or the most tokens that the model reads."""
+    most = positions_of(model) if hasattr(model, "get_input_embeddings") else None
+    return length if most is None else min(length, most)
 
 
-def sampled_loss(seed: int = 0) -> Callable[[Any], Tensor]:
-    """The loss of answers that the model itself gives at random: its gradients tell what changes those answers.
-
-    Their second moments are the Fisher information, with no need of right answers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def loss(output: Any) -> Tensor:
-        logits = output.logits if hasattr(output, "logits") else output[0]
-        if not hasattr(output, "logits") or logits.shape[-1] == 1:
-            # numbers, not choices: the squared error
-            noise = torch.randn(logits.shape, generator=generator).to(logits)
-            error: Tensor = (logits * noise).sum()
-            return error
-        return loss_of_choices(logits, generator)
-
-    return loss
+def _text(model: nn.Module, length: int) -> Any:
+    """Inputs of one made-up text, on the model's device."""
+    return _on(next(model.parameters()).device, example_inputs(model, 1, _readable(model, length)))
 
 
-def loss_of_choices(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """The loss of choices that are drawn from the logits, over their last dimension.
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _on(device, each) for name, each in value.items()}
+    return tuple(_on(device, each) for each in value) if isinstance(value, tuple | list) else value
 
-    The generator, which may be that of another device, draws one number for each choice: where it lies among the
-    running sums of the chances says what is chosen.
-    """
-    logits = logits.reshape(-1, logits.shape[-1])
-    with torch.no_grad():
-        sums = logits.float().softmax(-1).cumsum(-1)
-        drawn = torch.rand(len(logits), 1, generator=generator, device=generator.device).to(logits.device)
-        answers = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).flatten().clamp(max=logits.shape[-1] - 1)
-    return F.cross_entropy(logits, answers, reduction="sum")
+
+class TextVocabulary(Protocol):
+    """What turns a text into tokens for a language model that is not one of transformers."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass
+class SavedModel(Source):
+    """A model that `rankwise.load` gave; `rankwise.load` opens the folder that is written."""
+
+    model: nn.Module | None
+    """The model, the first time that it is loaded."""
+    vocabulary: TextVocabulary | None = None
+    """What a calibration text is read by; the model must be a language model then."""
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON files that are written along with the model, by name."""
+    load_again: Callable[[], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        self.can_load_again = self.load_again is not None
+
+    def load(self) -> nn.Module:
+        model, self.model = self.model, None
+        if model is None:
+            assert self.load_again is not None
+            return self.load_again()
+        return model
+
+    def check_target(self, folder: Path, overwrite: bool) -> None:
+        check_target(folder, overwrite)
+
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+        save_with(small.cpu(), folder, self.beside, overwrite=overwrite)
+        return []
+
+    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            raise DataError(
+                "A calibration text needs the model's vocabulary, but the folder holds none. "
+                "Give the folder of the run that made the model, or leave `calibration` out."
+            )
+        most = BYTES_PER_TOKEN if vocabulary.kind == "word" else BYTES_PER_CHARACTER
+        windows = read_windows(vocabulary.encode, calibration, bytes_per_token=most)
+
+        def prepare(model: nn.Module) -> Data:
+            num_words = getattr(getattr(model, "config", None), "num_words", None)
+            if num_words != len(vocabulary):
+                raise DataError(
+                    f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}."
+                )
+            device = next(model.parameters()).device
+            batches, kept_back = ([window[None].to(device) for window in part] for part in windows[:2])
+            return Data(
+                batches=batches,
+                loss_batches=[batch[:, : calibration.loss_window] for batch in batches],
+                kept_back=kept_back,
+                is_decoder=True,
+                window=calibration.window,
+                notes=windows.notes,
+            )
+
+        return prepare

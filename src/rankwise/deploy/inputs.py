@@ -1,4 +1,4 @@
-"""Inputs for a model, made up: to export and time it."""
+"""Made-up inputs for a model, to export and time it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankwise.errors import CheckpointError, InvalidValueError
 def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     """Random tokens, and a state or a mask where the model takes one, by the names of its arguments.
 
-    For models of transformers that read tokens, and for those that offer `example_inputs(tokens)`.
+    The model must be one of transformers that reads tokens, or offer `example_inputs(tokens)`.
     """
     for name, value in (("batch", batch), ("length", length)):
         if type(value) is not int or value < 1:
@@ -39,7 +39,7 @@ def positions_of(model: Any) -> int | None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 0:
         return None
-    # a table that has a row for padding begins to count behind it (RoBERTa, MPNet); it may be a low-rank pair
+    # positions begin after the padding row, where the table has one (RoBERTa, MPNet); it may be a low-rank pair
     tables = (module for name, module in model.named_modules() if "position_embeddings" in name)
     pads = [int(table.padding_idx) for table in tables if getattr(table, "padding_idx", None) is not None]
     return positions - max(pads, default=-1) - 1
@@ -58,7 +58,7 @@ def _of_transformers(model: Any, tokens: Any, length: int) -> dict[str, Any]:
 
 
 def _mask(ids: torch.Tensor) -> torch.Tensor:
-    """Of several texts the first is padded on the left, the second on the right; one alone, as it is timed, is not."""
+    """A mask that pads the first of several texts on the left and the second on the right, but no single text."""
     mask = torch.ones_like(ids)
     padding = ids.shape[1] // 3
     if len(ids) > 1 and padding:

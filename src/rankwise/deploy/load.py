@@ -30,8 +30,8 @@ from rankwise.modules import embedding, joined
 from rankwise.split import splitting
 from rankwise.swap import become
 
-FEW = 5
-"""Misfits that an error names."""
+SHOWN = 5
+"""Differences that an error names."""
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,9 @@ def _dtype_of_all(saved: Saved, skeleton: nn.Module, slots: list[Slot]) -> torch
 
 def _refuse(misfits: list[str]) -> None:
     if misfits:
-        more = f"; and {len(misfits) - FEW} more" if len(misfits) > FEW else ""
+        more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
         raise CheckpointError(
-            f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:FEW])}{more}. "
+            f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:SHOWN])}{more}. "
             "Build it with the code and the settings of the model that was pruned."
         )
 

@@ -1,4 +1,4 @@
-"""int8 and bfloat16 on a CPU: linear layers multiply bytes, four times as many at once as floats, or halves.
+"""int8 and bfloat16 on a CPU: copies of a model whose linear layers multiply in 8 or 16 bits.
 
 int8 layers: `rankwise.kernels.int8.layer`. Shapes: B = any batch dimensions, I = inputs, O = outputs.
 """
@@ -22,7 +22,7 @@ from rankwise.modules import LowRankHead
 
 
 class BFloat16Linear(FixedDtypeModule):
-    """A linear layer whose weight is bfloat16; it gives what it gets. It has no gradient."""
+    """A linear layer whose weight is bfloat16; its output has the dtype of its input. It has no gradient."""
 
     weight_OI: Tensor
     bias: Tensor | None
@@ -68,7 +68,7 @@ def int8(model: nn.Module) -> nn.Module:
 
 
 def check_unrounded(model: nn.Module) -> None:
-    """Refuse to save a model of `int8` or `bfloat16`: no skeleton has such layers."""
+    """Refuse to save a copy that `int8` or `bfloat16` made: no skeleton has such layers."""
     for name, module in model.named_modules():
         if isinstance(module, Int8Linear | BFloat16Linear):
             raise CheckpointError(
@@ -87,7 +87,7 @@ def _warn(what: str) -> None:
 
 
 def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """A copy of `model` with every linear layer that can be made anew by `make`."""
+    """A copy of `model` whose linear layers are replaced by `make`, but for those whose weight others read."""
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise RankwiseError(
@@ -99,7 +99,7 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
     layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and m not in read]
     if not layers:
         raise RankwiseError(
-            f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be."
+            f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be replaced."
         )
     quantized = copied(model, instead={layer: make(layer) for layer in layers})
     if can_multiply_bfloat16():

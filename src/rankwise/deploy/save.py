@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse to write over anything that is not an earlier saved model."""
+def check_target(target: Path, overwrite: bool, not_ours: Callable[[Path], str | None] | None = None) -> None:
+    """Refuse to write over anything but an earlier saved model.
+
+    `not_ours` says what an existing folder holds that is no such model; by default one of `rankwise.save`.
+    """
     if not target.exists():
         return
     if not target.is_dir():
@@ -186,13 +189,16 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"`folder` must be new, but {target} exists. Choose another name, or pass overwrite=True (--overwrite)."
         )
-    own = (WEIGHTS, STRUCTURE, *(OF_RUN if (target / STRUCTURE).is_file() else ()))
-    others = sorted(entry.name for entry in target.iterdir() if entry.name not in own)
-    if others:
+    if what := (not_ours or _not_ours)(target):
         raise CheckpointError(
-            f"`overwrite` must replace a saved model and nothing else, but {target} also holds {others[0]}. "
-            "Choose another name."
+            f"`overwrite` must replace a saved model and nothing else, but {target} {what}. Choose another name."
         )
+
+
+def _not_ours(folder: Path) -> str | None:
+    own = (WEIGHTS, STRUCTURE, *(OF_RUN if (folder / STRUCTURE).is_file() else ()))
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+    return f"also holds {others[0]}" if others else None
 
 
 @contextmanager

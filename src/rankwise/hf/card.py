@@ -1,4 +1,4 @@
-"""The model card: what was asked for, what came out, and what was measured. Nothing that was not."""
+"""The model card: the size asked for, the size reached, and what was measured; nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Pair = tuple[float, float]
+BeforeAfter = tuple[float, float]
 """A figure of the dense model, and the same figure of this one."""
 
 
@@ -22,8 +22,8 @@ def card(
     name: str,
     *,
     size: SizeReport | None,
-    quality: Mapping[str, Pair] | None,
-    speed: Mapping[str, Pair] | None,
+    quality: Mapping[str, BeforeAfter] | None,
+    speed: Mapping[str, BeforeAfter] | None,
     base_model: str | None,
 ) -> str:
     """The text of README.md."""
@@ -37,7 +37,7 @@ def card(
         + f" by rankwise {VERSION}, which writes weight matrices as products of two smaller ones.",
         "",
         "```python",
-        'import rankwise  # pip install ".[hf]" in a clone of rankwise',
+        'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise',
         f"from transformers import {kind}",
         "",
         f"model = {kind}.from_pretrained({json.dumps(name)})",
@@ -88,7 +88,7 @@ def _layers(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _table(figures: Mapping[str, Pair] | None, what: str, form: str) -> list[str]:
+def _table(figures: Mapping[str, BeforeAfter] | None, what: str, form: str) -> list[str]:
     if not figures:
         return ["Not measured."]
     rows = [f"| {name} | {before:{form}} | {after:{form}} |" for name, (before, after) in figures.items()]

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 from rankwise.core.budget import Budget
-from rankwise.hf.distill import Distillation
+from rankwise.distill import Distillation
 from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment
 from rankwise.lab.training.tune import TuningConfig
 from rankwise.methods import make_method

@@ -17,8 +17,8 @@ import transformers as hf
 import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.hf.examples import TokenizedTexts
 from rankwise.lab.data.glue import TASKS, load_glue
+from rankwise.lab.data.tokenized import TokenizedTexts
 from rankwise.lab.experiments.arms import run
 from rankwise.lab.experiments.fields import from_json, override, settings, to_json
 from rankwise.lab.experiments.glue.config import GlueExperiment

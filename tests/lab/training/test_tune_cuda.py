@@ -102,7 +102,7 @@ def test_a_model_that_waits_for_the_gpu_is_trained_without_a_graph() -> None:
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_an_encoder_and_its_teacher_are_trained_by_graphs(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from rankwise.hf.distill import Distillation, distillation_loss
+    from rankwise.distill import Distillation, distillation_loss
 
     sizes = {"hidden_size": 16, "dim": 16, "intermediate_size": 32, "hidden_dim": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "n_heads": 2, "n_layers": 2, "vocab_size": 50, "pad_token_id": 1}

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankwise.deploy.export.program import Captured, Inputs, first_line, flatten, quiet
-from rankwise.deploy.measure import evaluating
+from rankwise.deploy.export.program import Captured, Inputs, flatten, quiet
 from rankwise.deploy.save import whole_folder
-from rankwise.errors import CheckpointError, InvalidTypeError, install_extra
+from rankwise.errors import CheckpointError, InvalidTypeError, first_line, install_extra
 from rankwise.files import sync, write_json
+from rankwise.measure import evaluating
 from rankwise.version import VERSION
 
 SUMMARY = "export.json"

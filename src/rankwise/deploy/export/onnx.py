@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
-from rankwise.deploy.export.program import Captured, Inputs, capture, first_line, quiet
-from rankwise.errors import CheckpointError
+from rankwise.deploy.export.program import Captured, Inputs, capture, quiet
+from rankwise.errors import CheckpointError, first_line
 
 FILE = "model.onnx"
 SETTINGS = {"session.force_spinning_stop": "1"}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
-from rankwise.deploy.export.program import Captured, Inputs, capture, first_line, quiet
-from rankwise.errors import CheckpointError
+from rankwise.deploy.export.program import Captured, Inputs, capture, quiet
+from rankwise.errors import CheckpointError, first_line
 
 FILE = "model.xml"
 PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}

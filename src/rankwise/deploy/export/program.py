@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from rankwise.deploy.export.attention import NothingSeen
 from rankwise.deploy.export.fuse import fuse
 from rankwise.deploy.export.plain import plain
-from rankwise.deploy.measure import evaluating
-from rankwise.errors import CheckpointError, InvalidTypeError
+from rankwise.errors import CheckpointError, InvalidTypeError, first_line
+from rankwise.measure import evaluating
 
 Inputs = Mapping[str, Any]
 """What a model is called with: tensors, or tuples of them, by the names of its arguments."""
@@ -195,9 +195,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def first_line(error: BaseException) -> str:
-    """What an engine says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]

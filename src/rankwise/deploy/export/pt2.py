@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, check_folder, write_checked
-from rankwise.deploy.export.program import Inputs, capture, first_line, flatten, quiet
-from rankwise.errors import CheckpointError
+from rankwise.deploy.export.program import Inputs, capture, flatten, quiet
+from rankwise.errors import CheckpointError, first_line
 
 FILE = "model.pt2"
 NAMES = "outputs.json"

@@ -7,10 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from rankwise.deploy.compress import loss_of_choices
 from rankwise.lab.experiments.config import Experiment
 from rankwise.methods.svd import Svd
-from rankwise.oneshot import compress
+from rankwise.oneshot import compress, loss_of_choices
 
 NUM_WINDOWS = 64
 """Of training text, at equal distances, each as long as a window of training."""

@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.load import dense_model, load
-from rankwise.deploy.save import STRUCTURE
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.experiments.config import Experiment
-from rankwise.lab.experiments.folder import BASE, EXPERIMENT, MODEL, RECORD, read, read_experiment, refuse_sweep, write
+from rankwise.lab.experiments.folder import BASE, MODEL, RECORD, read, read_experiment, refuse_sweep, write
+from rankwise.lab.experiments.saved_models import kind_of
 from rankwise.lab.training.records import surroundings
 
-HUGGING_FACE = "config.json"
 LENGTH = 256
 """Tokens, where no run says how many it was trained on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class BenchedModels:
     """What a folder holds."""
 
     models: dict[str, nn.Module]
@@ -58,17 +57,20 @@ class Found:
             ) from None
 
 
-def find_models(folder: Path) -> Found:
+def find_models(folder: Path) -> BenchedModels:
     """The models of a run or of one of its methods, a model that `rankwise.save` wrote, or one of Hugging Face."""
     # "." has no name, and no parent
     folder = folder.resolve() if folder.name in ("", "..") else folder
-    if (folder / STRUCTURE).is_file():
+    kind = kind_of(folder)
+    if kind == "saved":
         dense = dense_model(folder)
         name = folder.name if folder.name != MODEL else folder.parent.name
-        return Found({"dense, fresh weights": dense, name: load(folder).float()}, _num_words(dense), LENGTH, None)
-    if (folder / EXPERIMENT).is_file():
+        return BenchedModels(
+            {"dense, fresh weights": dense, name: load(folder).float()}, _num_words(dense), LENGTH, None
+        )
+    if kind == "run":
         return _of_run(folder)
-    if (folder / HUGGING_FACE).is_file():
+    if kind == "pretrained":
         return _of_hugging_face(folder)
     raise CheckpointError(
         f"`rankwise bench` needs the folder of a run or of a saved model, but {folder} is neither. Give one that "
@@ -76,7 +78,7 @@ def find_models(folder: Path) -> Found:
     )
 
 
-def keep(found: Found, rows: list[dict[str, Any]], lines: list[str], device: str) -> Path | None:
+def keep(found: BenchedModels, rows: list[dict[str, Any]], lines: list[str], device: str) -> Path | None:
     """Write rows and remarks into the run's record; where that is."""
     if found.record is None:
         return None
@@ -88,7 +90,7 @@ def keep(found: Found, rows: list[dict[str, Any]], lines: list[str], device: str
     return found.record
 
 
-def _of_run(folder: Path) -> Found:
+def _of_run(folder: Path) -> BenchedModels:
     experiment = read_experiment(folder)
     if not isinstance(experiment, Experiment):
         raise RankwiseError(
@@ -111,7 +113,7 @@ def _of_run(folder: Path) -> Found:
     if places[0].name not in (BASE, "dense"):
         models = {"dense, fresh weights": dense_model(places[0] / MODEL), **models}
     record = next((place / RECORD for place in (folder, run) if "format" in (read(place / RECORD) or {})), None)
-    return Found(models, _num_words(models), experiment.training.window, record)
+    return BenchedModels(models, _num_words(models), experiment.training.window, record)
 
 
 def _num_words(models: nn.Module | dict[str, nn.Module]) -> int:
@@ -120,20 +122,19 @@ def _num_words(models: nn.Module | dict[str, nn.Module]) -> int:
     return number
 
 
-def _of_hugging_face(folder: Path) -> Found:
-    from rankwise.hf.loading import open_folder
+def _of_hugging_face(folder: Path) -> BenchedModels:
+    from rankwise.hf.format import skeleton_of
+    from rankwise.hf.loading import load_model
 
-    compact: Any = open_folder(folder).float()
+    compact: Any = load_model(str(folder))
+    compact.float()
     if compact.config.is_encoder_decoder:
         raise RankwiseError(
             f"`rankwise bench` times models that read one text, but {folder} holds a {type(compact).__name__}, "
             "which reads two. Time it by `rankwise export`."
         )
-    # after it, for it says what is missing where transformers is not installed
-    from rankwise.hf.layout import skeleton_of
-
     dense = type(compact)(skeleton_of(compact).config)
     most = positions_of(compact)
     length = LENGTH if most is None else min(LENGTH, most)
     models = {"dense, fresh weights": dense, folder.name: compact}
-    return Found(models, compact.config.vocab_size, length, None, most)
+    return BenchedModels(models, compact.config.vocab_size, length, None, most)

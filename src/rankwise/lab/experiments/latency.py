@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, count
 from rankwise.core.plan import Plan
-from rankwise.deploy.latency import SLOWER, meet_latency
 from rankwise.lab.experiments.arms import AnyExperiment
 from rankwise.lab.experiments.folder import read
+from rankwise.latency import SLOWER, meet_latency
 
 FILE = "latency.json"
 

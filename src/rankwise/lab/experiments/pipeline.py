@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from rankwise.deploy.architectures import build
 from rankwise.deploy.load import load
-from rankwise.deploy.measure import Timing, time_together
 from rankwise.deploy.save import save
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.corpus import Corpus
@@ -56,6 +55,7 @@ from rankwise.lab.training.evaluate import Quality, evaluate
 from rankwise.lab.training.language import LanguageModel
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import surroundings
+from rankwise.measure import Timing, time_together
 from rankwise.methods.svd import Svd
 from rankwise.pruner import Pruner
 

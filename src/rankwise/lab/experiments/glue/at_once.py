@@ -8,11 +8,10 @@ from torch import nn
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
-from rankwise.deploy.compress import sampled_loss
 from rankwise.lab.experiments.glue.config import GlueExperiment
 from rankwise.lab.training.tune import Batch
 from rankwise.methods.svd import Svd
-from rankwise.oneshot import compress
+from rankwise.oneshot import compress, sampled_loss
 from rankwise.pruner import plan_for_method, size_account
 
 

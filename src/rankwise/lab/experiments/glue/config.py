@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankwise.core.budget import Budget
+from rankwise.distill import Distillation
 from rankwise.errors import InvalidValueError, RankwiseError
-from rankwise.hf.distill import Distillation
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.config import check_method, like
 from rankwise.lab.training.tune import Precision, TuningConfig

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import DataError
-from rankwise.hf.examples import TokenizedTexts
 from rankwise.lab.data.glue import Dataset, Rows, load_glue, score
 from rankwise.lab.data.text import Progress
+from rankwise.lab.data.tokenized import TokenizedTexts
 from rankwise.lab.experiments.glue.config import GlueExperiment
 from rankwise.lab.experiments.glue.encoder import load_tokenizer
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rankwise.deploy.inputs import positions_of
 from rankwise.errors import MissingPackageError, RankwiseError, install_extra
-from rankwise.hf.names import source_of
+from rankwise.hub import source_of
 from rankwise.lab.data.glue.tasks import Task
 
 try:

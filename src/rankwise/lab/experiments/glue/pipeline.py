@@ -21,8 +21,8 @@ from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import Plan
+from rankwise.distill import distillation_loss
 from rankwise.errors import RankwiseError
-from rankwise.hf.distill import distillation_loss
 from rankwise.lab.data.glue import load_glue
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.arms import FORMAT, VERSION, Arm, Watcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rankwise.core.budget import Budget
-from rankwise.hf.distill import Distillation
+from rankwise.distill import Distillation
 from rankwise.lab.data.glue.archives import ARCHIVES
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import SizeReport
-from rankwise.deploy.measure import time_together
-from rankwise.hf.pretrained import save_pretrained
+from rankwise.hf.saving import save_pretrained
 from rankwise.lab.experiments.arms import Watcher
 from rankwise.lab.experiments.fields import to_json
 from rankwise.lab.experiments.folder import MODEL
@@ -24,6 +23,7 @@ from rankwise.lab.experiments.glue.encoder import load_encoder, quiet
 from rankwise.lab.experiments.latency import Latency
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.tune import Loss, Precision, TuningConfig, tune
+from rankwise.measure import time_together
 from rankwise.pruner import Pruner
 
 REPEATS = 20

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 import rankwise as rw
-from rankwise.hf.distill import Distillation, answer_difference, distillation_loss, hidden_difference
+from rankwise.distill import Distillation, answer_difference, distillation_loss, hidden_difference
 from tests.hf.hf_families import ENCODER, QUIET, WORDS, batch, build
 
 pytestmark = QUIET

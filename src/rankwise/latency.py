@@ -1,15 +1,14 @@
-"""A size for a time: `Budget(latency_ms=...)` as a number of parameters, measured on this machine.
+"""Latency: the size for `Budget(latency_ms=...)`, found by building models and timing them on this machine.
 
-The time of a compact model is not known from its size: at high ranks two thin products can take longer than the one
-they replace. So models are built and timed. What is found holds for this machine, for PyTorch as it is set up, for
-inputs of the example's shapes, and for uniform ranks; a run that shares the same parameters out otherwise comes close.
+The size of a compact model does not tell its time: at high ranks two thin products can take longer than the one that
+they replace. The result holds for this machine, for PyTorch as it is set up, for inputs of the example's shapes, and
+for uniform ranks; a model with the same parameters and other ranks comes close.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,48 +17,65 @@ from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
-from rankwise.deploy.measure import evaluating, time_together
 from rankwise.errors import BudgetError
+from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, size_account
 from rankwise.split import all_split
 
+P = TypeVar("P", Plan, Plan | None)
 ROUNDS = 7
-"""Models that are built and timed: each halves what is not known of the size."""
+"""Models that are built and timed in a search by halves."""
 SLOWER = "slower as a low-rank pair on this machine"
 
 
 @dataclass(frozen=True)
-class Found:
+class LatencyResult:
     """The largest model that was fast enough."""
 
     budget: Budget
-    """In parameters: what `Pruner` and `compress` take."""
+    """The size in parameters."""
     plan: Plan
-    """Without the layers that are left dense, because a pair would be slower."""
+    """The plan without the layers that stay dense, because a pair would be slower."""
     milliseconds: float
-    """Median time of the model that was built."""
+    """Median time of that model."""
     dense_milliseconds: float
+
+
+def size_for(
+    model: nn.Module, budget: Budget, plan: P, example: Any, rank_multiple: int | None
+) -> tuple[Budget, P | Plan]:
+    """The budget and the plan as they are; for a budget in milliseconds, the size and the plan that meet it."""
+    if budget.latency_ms is None:
+        return budget, plan
+    if example is None:
+        raise BudgetError(
+            f"A budget in milliseconds ({budget.latency_ms:g}) needs inputs to time the model with, but got none. "
+            "Pass `example`: a batch, as the model is called with it."
+        )
+    found = meet_latency(model, budget, example, plan=plan, rank_multiple=rank_multiple or 16)
+    return found.budget, found.plan
 
 
 def meet_latency(
     model: nn.Module,
     budget: Budget,
-    example_inputs: Mapping[str, Any],
+    example_inputs: Any,
     *,
     plan: Plan | None = None,
     rank_multiple: int = 16,
     repeats: int = 7,
-) -> Found:
-    """The largest size, in steps, at which `model` answers `example_inputs` within `budget.latency_ms`.
+) -> LatencyResult:
+    """The largest size at which one call of `model` with `example_inputs` takes at most `budget.latency_ms`.
 
-    Refuses a goal that the dense model meets already, and one that is out of reach even at the lowest ranks.
+    `example_inputs` is a tensor, a tuple of positional arguments or a mapping of keyword arguments. A time that the
+    dense model meets already is refused, and so is one that is out of reach even at the lowest ranks.
     """
     if budget.latency_ms is None:
         raise BudgetError(f"`budget` must name `latency_ms`, but is {budget}. Example: Budget(latency_ms=20).")
     plan = plan or find_plan(model)
     check_not_empty(plan)
-    search = _Search(model, plan, dict(example_inputs), rank_multiple, repeats)
+    search = _Search(model, plan, example_inputs, rank_multiple, repeats)
     goal, dense = budget.latency_ms, search.time(model)
     if goal >= dense:
         raise BudgetError(
@@ -80,7 +96,7 @@ def meet_latency(
             low, best = middle, tried
         else:
             high = middle
-    return Found(best.budget, best.plan, best.milliseconds, dense)
+    return LatencyResult(best.budget, best.plan, best.milliseconds, dense)
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ class _Trial:
 
 
 class _Search:
-    def __init__(self, model: nn.Module, plan: Plan, inputs: dict[str, Any], rank_multiple: int, repeats: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, inputs: Any, rank_multiple: int, repeats: int) -> None:
         self.model, self.plan, self.inputs = model, plan, inputs
         self.rank_multiple, self.repeats = rank_multiple, repeats
         parameter = next(model.parameters())
@@ -107,7 +123,7 @@ class _Search:
         return account.size([min(self.rank_multiple, curve.num_components) for curve in account.curves])
 
     def trial(self, limit: int) -> _Trial:
-        """Build and time a model of `limit` parameters, layers dense that are faster so."""
+        """Build and time a model of `limit` parameters; layers that are faster dense stay dense."""
         pruner = self._pruner(limit, self.plan)
         slow = {name for name, rank in pruner.ranks().items() if self._is_slower(self._site(name), rank)}
         kept = [site for site in self.plan.sites if site.name not in slow]
@@ -118,17 +134,19 @@ class _Search:
             # where the others cannot make up for what stays dense, all are pruned
             if limit > count(self.model) - narrowed.params:
                 plan, pruner = narrowed, self._pruner(limit, narrowed)
-        return _Trial(Budget(params=limit), plan, self.time(pruner.compact()))
+        small = pruner.compact()
+        # ranks are multiples, so it may be smaller than it might: what was timed is what counts
+        return _Trial(Budget(params=count(small)), plan, self.time(small))
 
     def time(self, model: nn.Module) -> float:
-        """Milliseconds of one answer."""
+        """Milliseconds of one call."""
         with torch.inference_mode(), evaluating(model):
-            calls = {"": lambda: model(**self.inputs)}
+            calls = {"": lambda: call_model(model, self.inputs)}
             timing = time_together(calls, repeats=self.repeats, device=self.device)
         return timing[""].median
 
     def _pruner(self, limit: int, plan: Plan) -> Pruner:
-        # random factors: how fast a model is does not depend on what it says
+        # random factors: the time of a model does not depend on its weights
         return Pruner(
             copied(self.model),
             Budget(params=limit),
@@ -157,7 +175,7 @@ class _Search:
         return self.known[key]
 
 
-def _rows(model: nn.Module, plan: Plan, inputs: dict[str, Any]) -> dict[str, int]:
+def _rows(model: nn.Module, plan: Plan, inputs: Any) -> dict[str, int]:
     """How many vectors each linear layer gets; embeddings, which only look up, get none."""
     rows: dict[str, int] = {}
     handles = []
@@ -172,7 +190,7 @@ def _rows(model: nn.Module, plan: Plan, inputs: dict[str, Any]) -> dict[str, int
         handles.append(model.get_submodule(site.name).register_forward_pre_hook(note))
     try:
         with torch.inference_mode(), evaluating(model):
-            model(**inputs)
+            call_model(model, inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""What a model is called: a folder, or a name on the hub, which is asked once and not for long."""
+"""Names of models: a folder, or a name on the Hugging Face hub, which is asked once and with a short timeout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 5.0
 
 
 def check_name(name: str | os.PathLike[str], what: str = "MODEL") -> None:
-    """Refuse a path where there is nothing. A word, or two with a slash between them, may be a name on the hub."""
+    """Refuse a path that does not exist. A word, or two with a slash between them, may be a name on the hub."""
     text = os.fspath(name)
     if os.path.isdir(text):
         return
@@ -29,23 +29,23 @@ def check_name(name: str | os.PathLike[str], what: str = "MODEL") -> None:
 
 
 def source_of(name: str | os.PathLike[str], what: str = "MODEL") -> dict[str, bool]:
-    """Options of `from_pretrained`: what is on this machine is enough where the hub does not answer.
+    """Options for `from_pretrained`: local files only, where the hub does not answer.
 
-    Without this transformers asks again and again for half a minute before it says that there is no connection.
+    Without this, transformers tries again for half a minute before it says that there is no connection.
     """
     check_name(name, what)
     return {} if os.path.exists(name) or _answers(os.fspath(name)) else {"local_files_only": True}
 
 
 def _answers(name: str) -> bool:
-    """Whether the hub says anything about a model, were it that there is none."""
+    """Whether the hub answers, even if the answer is that there is no such model."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)
     except (HfHubHTTPError, ValueError):
-        # no such model, or no such name: for transformers to say
+        # there is no such model, which transformers will say
         return True
     # errors of connections come from packages that differ by version, and offline mode is one of them
     except Exception:

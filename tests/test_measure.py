@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rankwise.deploy.measure import slower_than_dense, time_together
+from rankwise.measure import slower_than_dense, time_together
 
 
 def test_calls_take_turns_and_the_slower_one_is_slower() -> None:
@@ -40,8 +40,8 @@ def test_slower_than_dense_is_said_beyond_three_percent(milliseconds: float, is_
 
 def test_the_line_says_what_is_slower_how_much_where_and_why() -> None:
     assert slower_than_dense("small in int8", 20.0, 10.0, where="batch 1", reason="its matrices are no smaller") == (
-        "small in int8 is slower than dense of the same precision (0.50x; batch 1): 20.00 against 10.00 ms, for its "
-        "matrices are no smaller."
+        "small in int8 is slower than dense of the same precision (0.50x; batch 1): 20.00 against 10.00 ms (its "
+        "matrices are no smaller)."
     )
     assert slower_than_dense("small", 20.0, 10.0) == (
         "small is slower than dense of the same precision (0.50x): 20.00 against 10.00 ms."

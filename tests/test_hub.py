@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from rankwise.cli.app import run
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.hf.compress import load_model
-from rankwise.hf.names import check_name, source_of
+from rankwise.hf.loading import load_model
+from rankwise.hub import check_name, source_of
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.glue.encoder import check_encoder, load_tokenizer
 

@@ -1,4 +1,4 @@
-"""How fast models run, measured so that a ratio can be trusted: they take turns, so all meet the same load."""
+"""Calling models and timing them: models that are compared take turns, so that all meet the same load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from rankwise.errors import InvalidValueError
 
 TOLERATED = 1.03
-"""Times the dense model's time: above it a compact model is called slower."""
+"""A compact model is called slower above this multiple of the dense model's time."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def slower_than_dense(
     reason: str = "",
     tolerated: float = TOLERATED,
 ) -> str | None:
-    """The line for a model that is slower than the dense one of the same precision by more than `tolerated` allows.
+    """A line about a model that is slower than `tolerated` times the dense one of the same precision, else None.
 
     Args:
         what: the model, and its precision where there are several.
@@ -81,13 +82,20 @@ def slower_than_dense(
     return (
         f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"
         f"{f'; {where}' if where else ''}): {milliseconds:.2f} against {dense_milliseconds:.2f} ms"
-        f"{f', for {reason}' if reason else ''}."
+        f"{f' ({reason})' if reason else ''}."
     )
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while."""
+    """Put a model into evaluation mode; afterwards every module is in the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

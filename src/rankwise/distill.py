@@ -1,4 +1,4 @@
-"""Distillation: while it is pruned, a model learns to answer, and to think, as the dense one does.
+"""Distillation: while a model is pruned, its outputs and hidden states learn to match those of the dense one.
 
 Low-rank pruning keeps every width, so the hidden states of the two models match one to one.
 Shapes: L = layers, B = batch, T = tokens, D = width, C = classes.
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from rankwise.errors import InvalidValueError, RankwiseError
 
 Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
-"""As transformers calls them in `config.problem_type`."""
+"""The problem types of transformers, `config.problem_type`."""
 IGNORED = -100
-"""The label of a token that is not asked for."""
+"""The label of a token that does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """What the loss is made of: labels * L + logits * T^2 KL(teacher | student) + hidden * (hidden states)."""
+    """Weights of the loss: labels * L + logits * T^2 KL(teacher | student) + hidden * (error of hidden states)."""
 
     labels: float = 0.5
     """Weight of the model's own loss on the labels."""
     logits: float = 1.0
-    """Weight of the difference of answers: KL divergence, or squared error of a regression (`answer_difference`)."""
+    """Weight of the difference of logits: KL divergence, or squared error of a regression (`answer_difference`)."""
     hidden: float = 1.0
     """Weight of the squared error of all hidden states, relative to their size."""
     temperature: float = 2.0
-    """T: answers are compared softer by so much."""
+    """T: logits are divided by it before they are compared."""
 
     def __post_init__(self) -> None:
         for name in ("labels", "logits", "hidden"):
@@ -50,11 +50,11 @@ class Distillation:
 def distillation_loss(
     teacher: nn.Module, config: Distillation | None = None
 ) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-    """The loss of a student on a batch, for a model of transformers that answers with `logits`.
+    """The loss of a student on a batch, for a model of transformers that returns `logits`.
 
-    Sequences or tokens are classified, words are predicted, numbers are estimated: the student's configuration says
-    which, as it does for its own loss. Without labels set their weight to 0. The teacher is set to evaluation mode;
-    keep it on the student's device. Copy it before its twin is gated.
+    The student's configuration says whether sequences or tokens are classified, words predicted or numbers estimated,
+    as it does for its own loss. Without labels set their weight to 0. The teacher is set to evaluation mode; keep it on
+    the student's device, and copy it before the student is gated.
     """
     settings = config or Distillation()
     teacher.eval().requires_grad_(False)
@@ -83,10 +83,10 @@ def distillation_loss(
 
 
 def problem_of(student: nn.Module, given: Tensor, batch: dict[str, Tensor]) -> Problem:
-    """What is asked of a model, as transformers finds it."""
+    """The problem type of a model, found as transformers finds it."""
     said: Problem | None = getattr(getattr(student, "config", None), "problem_type", None)
     labels = batch.get("labels")
-    # a type that is said is one of whole sequences
+    # `problem_type` is that of whole sequences
     if given.dim() == 2 and said is not None:
         return said
     if given.shape[-1] == 1:
@@ -97,9 +97,9 @@ def problem_of(student: nn.Module, given: Tensor, batch: dict[str, Tensor]) -> P
 
 
 def answers_that_count(student: nn.Module, given: Tensor, batch: dict[str, Tensor]) -> Tensor | None:
-    """Positions of (B, T) at which an answer is asked for: neither padding nor without a label; None for all.
+    """Positions of (B, T) that count, those without padding and with a label; None if all do.
 
-    The answer of a causal model at a position is about the token after it, and so is the label that counts.
+    A causal model predicts at each position the token after it, so the label of that token counts.
     """
     if given.dim() == 2:
         return None
@@ -123,10 +123,10 @@ def answers_that_count(student: nn.Module, given: Tensor, batch: dict[str, Tenso
 def answer_difference(
     given: Tensor, wanted: Tensor, temperature: float, kind: Problem, mask: Tensor | None = None
 ) -> Tensor:
-    """The mean over answers, of shape (B, C) or (B, T, C), of what `kind` they are.
+    """The mean difference of logits of shape (B, C) or (B, T, C), by the `kind` of problem.
 
-    T^2 KL(softmax(wanted / T) | softmax(given / T)), the same of a sigmoid each for labels that do not exclude each
-    other, or the squared error; the last two as means over C.
+    T^2 KL(softmax(wanted / T) | softmax(given / T)); for multiple labels the same of a sigmoid each, as mean over C;
+    for a regression the squared error, as mean over C.
     """
     given, wanted = given.float(), wanted.float()
     if kind == "regression":
@@ -147,7 +147,7 @@ def answer_difference(
 
 
 def hidden_difference(given: Any, wanted: Any, mask_BT: Tensor | None) -> Tensor:
-    """|given - wanted|^2 / |wanted|^2 of each layer, over tokens that are no padding."""
+    """|given - wanted|^2 / |wanted|^2 of each layer, over tokens that are not padding."""
     given_LBTD, wanted_LBTD = (torch.stack(tuple(states)).float() for states in (given, wanted))
     squares_LBT = (given_LBTD - wanted_LBTD).square().sum(-1)
     sizes_LBT = wanted_LBTD.square().sum(-1)

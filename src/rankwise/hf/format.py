@@ -1,7 +1,7 @@
-"""What `config.json` says of a compact model: each layer that is not as the model's class builds it, and the ties.
+"""The format of a saved folder: the entry `quantization_config` in `config.json` of a compact model.
 
-It stands where transformers keeps such things, in `quantization_config`: the one place that `from_pretrained` lets
-others act upon before it fills a model with weights.
+It lists each layer that is not as the model's class builds it, and which tensors are tied. `quantization_config` is the
+one entry that `from_pretrained` lets others act upon before it fills a model with weights.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ VERSION = 2
 UNSEALED = 1
 """The version without checksums."""
 REMEDY = (
-    'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and say '
-    "`import rankwise` before `from_pretrained`"
+    'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
+    "`import rankwise.hf` before `from_pretrained`"
 )
-"""What people read who load a folder without the package."""
+"""What transformers shows to people who load a folder without `import rankwise.hf`: see `saving.save_changed`."""
 OTHER_SIZES = (
     "Load it with the settings it was saved with (such as `num_labels`), or pass ignore_mismatched_sizes=True for "
     "fresh values."
 )
-"""What to do about a configuration that asks for other sizes."""
+"""The remedy for a configuration that asks for other sizes."""
 AGAIN = "Save the model again or download it again; RANKWISE_VERIFY=0 in the environment loads it as it is."
-"""What to do about a checksum that does not fit."""
+"""The remedy for a checksum that does not fit."""
 
 
 def is_gated(model: nn.Module) -> bool:
@@ -58,7 +58,7 @@ def is_gated(model: nn.Module) -> bool:
 
 
 def entry_of(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What `config.json` must say of a model; None where it is as its class builds it."""
+    """The entry for a model; None where every layer is as its class builds it."""
     entry: dict[str, Any] = {"quant_method": METHOD, "version": VERSION, "rankwise": OWN_VERSION}
     if is_gated(model):
         return {**entry, "gated": True}
@@ -89,8 +89,8 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """A checked entry."""
+class SavedLayers:
+    """What a checked entry says."""
 
     gated: bool
     layers: dict[str, Layer]
@@ -101,8 +101,8 @@ class Layout:
     """Checksums of the files of weights; None where they are not to be compared."""
 
     @classmethod
-    def read(cls, entry: dict[str, Any]) -> Layout:
-        """Refuses an entry of a newer version, or one that we did not write."""
+    def read(cls, entry: dict[str, Any]) -> SavedLayers:
+        """Read an entry; one of a newer version, or one that rankwise did not write, is refused."""
         version = entry.get("version")
         verify = version != UNSEALED and verifies()
         if type(version) is int and version > VERSION:
@@ -126,10 +126,10 @@ class Layout:
             ) from None
         return cls(False, layers, tied, files=entry[FILES] if verify else None)
 
-    def fitted(self, model: PreTrainedModel) -> Layout:
-        """With the names that a model of another class over the same base gives these layers.
+    def renamed_for(self, model: PreTrainedModel) -> SavedLayers:
+        """The same layers under the names that a model of another class over the same base has for them.
 
-        What the other class does not have (the head that was saved) is left out.
+        Layers that the other class does not have, such as the head that was saved, are left out.
         """
         here = _renamer(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
         foreign = is_foreign(model)
@@ -151,8 +151,8 @@ class Layout:
             )
         return dataclasses.replace(self, layers=layers)
 
-    def sized(self, model: PreTrainedModel, *, ignore: bool) -> Layout:
-        """Refuses layers that have other sizes in `model`, or leaves them out."""
+    def checked_sizes(self, model: PreTrainedModel, *, ignore: bool) -> SavedLayers:
+        """Refuse layers that have other sizes in `model`; with `ignore`, leave them out."""
         layers = dict(self.layers)
         for name, module in model.named_modules(remove_duplicate=False):
             if name not in layers or role_of(module) == layers[name].role:
@@ -166,9 +166,9 @@ class Layout:
         return dataclasses.replace(self, layers=layers)
 
     def check_listed(self, model: PreTrainedModel, held: Iterable[str]) -> None:
-        """Refuses a layer of `model` that is saved in parts (`held` are the names of the tensors), but is not listed.
+        """Refuse a layer of `model` that was saved as factors but is not listed: it would get random weights.
 
-        It would be a fresh one.
+        `held` are the names of the tensors in the folder.
         """
         known = {*held, *self.tied}
         in_parts = {name.rsplit(".", 2)[0] for name in known if name.count(".") > 1}
@@ -180,10 +180,10 @@ class Layout:
                     "not. Save the model again."
                 )
 
-    def extended(self, model: PreTrainedModel, held: Iterable[str]) -> Layout:
-        """With what a model of another class ties to the layers that were saved: an output layer to the table of words.
+    def with_ties_of(self, model: PreTrainedModel, held: Iterable[str]) -> SavedLayers:
+        """Add the ties of a model of another class, such as an output layer tied to the saved embedding.
 
-        `held` are the names of the tensors in the folder: what stands there by itself is not tied.
+        `held` are the names of the tensors in the folder: a tensor that was saved by itself is not tied.
         """
         here = _renamer(model, model.state_dict())
         own = {here(name) for name in held}
@@ -206,7 +206,7 @@ class Layout:
         return dataclasses.replace(self, layers=layers, tied=tied, copied=copied)
 
     def ties(self, model: PreTrainedModel) -> dict[str, str]:
-        """The ties whose names `model` has, once its layers have their form."""
+        """The ties among the tensors of `model`, whose layers have their saved form already."""
         here = _renamer(model, model.state_dict())
         pairs = ((here(name), here(source)) for name, source in self.tied.items())
         return {name: source for name, source in pairs if name is not None and source is not None}

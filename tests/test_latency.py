@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.latency import meet_latency
+from rankwise.latency import meet_latency
 
 
 class Wide(nn.Module):
@@ -60,9 +62,42 @@ def test_another_budget_is_refused() -> None:
         meet_latency(Wide(64), rw.Budget(removed=0.5), {"x": torch.randn(4, 64)})
 
 
-@pytest.mark.parametrize("call", [partial(rw.Pruner, anneal_steps=1), rw.compress])
-def test_a_latency_is_no_size_yet(call: object) -> None:
+CALLS = {"pruner": partial(rw.Pruner, anneal_steps=1), "compress": rw.compress}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_time_needs_inputs(call: str) -> None:
     model = Wide(64)
-    with pytest.raises(rw.BudgetError, match=r"must be a size here, but is `latency_ms` \(5\)"):
-        call(model, rw.Budget(latency_ms=5))  # type: ignore[operator]
+    with pytest.raises(rw.BudgetError, match=r"in milliseconds \(5\) needs inputs .* Pass `example`"):
+        CALLS[call](model, rw.Budget(latency_ms=5))
     assert type(model.layers[0]) is nn.Linear
+
+
+class Paced(Wide):
+    """A call takes a microsecond for each parameter, whatever else the machine does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(1e-6 * rw.count(self))
+        return self.layers(x)
+
+
+X = torch.randn(4, 128)
+
+
+@pytest.mark.parametrize("inputs", [{"x": X}, X, (X,)], ids=["mapping", "tensor", "tuple"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_pruner_and_compress_find_the_size_for_a_time(call: str, inputs: Any) -> None:
+    model = Paced(128)
+    made = CALLS[call](model, rw.Budget(latency_ms=22), example=inputs)
+    size = rw.count(made) if call == "compress" else made.limit
+    assert 8_000 < size <= 22_000 < rw.count(Paced(128))
+
+
+def test_compress_takes_a_batch_of_calibration_to_time_the_model() -> None:
+    assert rw.count(rw.compress(Paced(128), rw.Budget(latency_ms=22), [X])) <= 22_000
+
+
+def test_an_export_of_another_size_takes_no_time() -> None:
+    pruner = rw.Pruner(Wide(64), rw.Budget(removed=0.5), "fac")
+    with pytest.raises(rw.BudgetError, match=r"must be a size here, but is `latency_ms` \(5\)"):
+        pruner.compact(rw.Budget(latency_ms=5))

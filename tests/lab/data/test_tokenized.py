@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rankwise.hf.examples import MULTIPLE, TokenizedTexts
+from rankwise.lab.data.tokenized import MULTIPLE, TokenizedTexts
 
 
 class Letters:
