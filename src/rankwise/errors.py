@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 EXTRAS = {
-    "train": ("accelerate", "filelock", "tensorboard"),
+    "train": ("accelerate", "filelock", "pooch", "tensorboard"),
     "hf": ("transformers>=5.17", "accelerate"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"),
 }

@@ -11,7 +11,7 @@ from rankwise.core.exports import LowRankExport
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate, Mask
 from rankwise.core.layers import GatedEmbedding, GatedLinear
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix, InputGatedMatrix, MaskedMatrix
-from rankwise.kernels.pair import pair_linear
+from rankwise.kernels.linear import pair_linear
 from rankwise.modules import pair_of
 
 OUT, IN, RANK = 7, 5, 4

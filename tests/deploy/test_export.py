@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.deploy.export.check import difference, largest_difference
-from rankwise.deploy.export.plain import plain
-from rankwise.deploy.export.program import flatten
+from rankwise.deploy.export.program import exportable, flatten
 from rankwise.deploy.inputs import example_inputs
 from rankwise.deploy.save import whole_folder
 from rankwise.lab.models.adaptive import Clusters
@@ -259,7 +258,7 @@ def asks() -> nn.Module:
 def test_the_form_for_engines_is_the_same_function_and_leaves_the_model_alone(build: Any) -> None:
     model = build().eval()
     kinds = [type(module) for module in model.modules()]
-    made = plain(model)
+    made = exportable(model)
     assert [type(module) for module in model.modules()] == kinds
     assert not any(isinstance(module, SelectedLinear | PivotLinear) for module in made.modules())
     tokens = torch.randint(0, 11, (3, 4))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.deploy import quantize
 from rankwise.deploy.quantize import BFloat16Linear, bfloat16, int8
-from rankwise.kernels.int8 import layer as int8_layer
-from rankwise.kernels.int8.layer import Int8Linear
+from rankwise.kernels import int8 as int8_layer
+from rankwise.kernels.int8 import Int8Linear
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.stream import open_stream
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig

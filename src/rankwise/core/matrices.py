@@ -18,8 +18,7 @@ from rankwise.core.budget import CostCurve
 from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
 from rankwise.core.gates import Gate
 from rankwise.core.pivot import ROUNDING, rounding_error
-from rankwise.kernels.linear import linear
-from rankwise.kernels.pair import pair_linear
+from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
 

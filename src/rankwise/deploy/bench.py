@@ -24,7 +24,7 @@ from rankwise.core.copies import copied
 from rankwise.deploy.export import FORMATS
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError, install_extra, nearest
-from rankwise.kernels.int8.layer import can_multiply_bytes
+from rankwise.kernels.int8 import can_multiply_bytes
 from rankwise.measure import slower_than_dense, time_together
 
 ALL = "all"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.deploy.inputs import is_decoder
 from rankwise.errors import DataError, InvalidValueError
 from rankwise.files import not_utf8
 from rankwise.measure import call_model, evaluating
@@ -78,6 +79,29 @@ class SpecialTokens:
         if length >= len(window):
             return window
         return torch.cat([window[: max(length - last, 1)], window[len(window) - last :]])
+
+
+def special_tokens(tokenizer: Any, config: Any) -> SpecialTokens:
+    """The special tokens that a model expects around a text: those that its tokenizer adds.
+
+    A decoder gets BOS first, which not every tokenizer adds, and nothing after a text that goes on.
+    """
+    plain, whole = (tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
+    places = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain] if plain else []
+    before, after = (tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])) if places else ((), ())
+    if config is not None and is_decoder(config):
+        text = config.get_text_config()
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else getattr(text, "bos_token_id", None)
+        known = isinstance(first, int) and 0 <= first < text.vocab_size
+        return SpecialTokens(before or ((first,) if known else ()))
+    if not before and not after and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        return SpecialTokens((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
+    return SpecialTokens(before, after)
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """From a text to its tokens, without special ones around it."""
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Windows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Made-up inputs for a model, to export and time it."""
+"""Made-up inputs for a model, to export and time it; and what kind of model of transformers a configuration is of."""
 
 from __future__ import annotations
 
@@ -65,3 +65,17 @@ def _mask(ids: torch.Tensor) -> torch.Tensor:
         mask[0, :padding] = 0
         mask[1, -padding:] = 0
     return mask
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that a configuration names in `architectures`; None where it names none."""
+    import transformers
+
+    found = getattr(transformers, str(next(iter(config.architectures or []), "")), None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether the model of a configuration predicts the next token of a text, or names no class."""
+    kind = model_class(config)
+    return not config.is_encoder_decoder and (kind is None or bool(kind.can_generate()))

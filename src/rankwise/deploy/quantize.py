@@ -1,6 +1,6 @@
 """int8 and bfloat16 on a CPU: copies of a model whose linear layers multiply in 8 or 16 bits.
 
-int8 layers: `rankwise.kernels.int8.layer`. Shapes: B = any batch dimensions, I = inputs, O = outputs.
+int8 layers: `rankwise.kernels.int8`. Shapes: B = any batch dimensions, I = inputs, O = outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankwise.adapters import families
 from rankwise.core.copies import copied
 from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.kernels.int8.layer import Int8Linear, can_multiply_bytes
+from rankwise.kernels.int8 import Int8Linear, can_multiply_bytes
 from rankwise.lazy import lazy_weight
 from rankwise.modules import LowRankHead
 

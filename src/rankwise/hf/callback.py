@@ -1,7 +1,7 @@
 """Pruning under the stock `Trainer`: one callback, nothing subclassed.
 
 Gates, multipliers and step lie in buffers of the model, so the Trainer's own checkpoints hold them, and
-`trainer.train(resume_from_checkpoint=...)` goes on as if nothing had happened.
+`trainer.train(resume_from_checkpoint=...)` continues as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PruningCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse what would train something else than the gates' model."""
+        """Refuse settings that would not train the pruner's model."""
         model = kwargs.get("model")
         if not isinstance(model, nn.Module) or unwrap_model(model) is not self.pruner.model:
             raise RankwiseError(
@@ -81,16 +81,11 @@ class PruningCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(sizes)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let only checkpoints of the final size compete."""
-        self._forget_best(state)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let only checkpoints of the final size compete."""
-        self._forget_best(state)
-
-    def _forget_best(self, state: TrainerState) -> None:
+        """Let only checkpoints of the final size count as the best one."""
         if self.pruner.controller.target_size() > self.pruner.limit:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
+    on_save = on_step_begin

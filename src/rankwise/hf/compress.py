@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rankwise.core.host_memory import release_freed_memory
-from rankwise.deploy.calibration import Calibration, SpecialTokens, read_windows
+from rankwise.deploy.calibration import Calibration, encoder, read_windows, special_tokens
 from rankwise.deploy.compress import Compressed, Data, Source
-from rankwise.deploy.inputs import positions_of
+from rankwise.deploy.inputs import is_decoder, positions_of
 from rankwise.errors import DataError
-from rankwise.hf.loading import load_model, load_tokenizer, model_class, no_progress_bars
+from rankwise.hf.loading import load_model, load_tokenizer, no_progress_bars
 from rankwise.hf.saving import check_pretrained_target, save_pretrained
 
 
@@ -88,35 +88,6 @@ def _config(name: str) -> Any:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def is_decoder(config: Any) -> bool:
-    """Whether the model of a configuration predicts the next token of a text."""
-    kind: Any = model_class(config) or AutoModelForCausalLM
-    return not config.is_encoder_decoder and bool(getattr(kind, "can_generate", lambda: True)())
-
-
-def special_tokens(tokenizer: Any, config: Any) -> SpecialTokens:
-    """The special tokens that a model expects around a text: those that its tokenizer adds.
-
-    A decoder gets BOS first, which not every tokenizer adds, and nothing after a text that goes on.
-    """
-    plain, whole = (tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
-    places = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain] if plain else []
-    before, after = (tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])) if places else ((), ())
-    if config is not None and is_decoder(config):
-        text = config.get_text_config()
-        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else getattr(text, "bos_token_id", None)
-        known = isinstance(first, int) and 0 <= first < text.vocab_size
-        return SpecialTokens(before or ((first,) if known else ()))
-    if not before and not after and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id):
-        return SpecialTokens((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
-    return SpecialTokens(before, after)
-
-
-def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """From a text to its tokens, without special ones around it."""
-    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _use_cache(model: Any, wanted: bool | None) -> bool | None:

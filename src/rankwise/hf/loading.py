@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from rankwise.deploy.inputs import model_class
 from rankwise.errors import CheckpointError, RankwiseError, first_line
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
@@ -70,12 +70,6 @@ def _shrink_layers(model: PreTrainedModel, entry: dict[str, Any]) -> None:
     quantizer._process_model_before_weight_loading(model)
     # the quantizer has listed the ties; the stock mapping is that of the dense model
     model.tie_weights(recompute_mapping=False)
-
-
-def model_class(config: Any) -> type[PreTrainedModel] | None:
-    """The class of transformers that a configuration names in `architectures`; None where it names none."""
-    found = getattr(transformers, str(next(iter(config.architectures or []), "")), None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 def load_tokenizer(name: str, *, needed: bool) -> Any:

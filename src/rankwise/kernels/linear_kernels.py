@@ -1,7 +1,6 @@
-"""The kernels of `linear.py` and `pair.py`: sums of columns; components picked out of a pair, and put back.
+"""The Triton kernels of `linear.py`: sums of columns; components selected from a pair, and put back.
 
-Shapes: N = rows, D = width, S = matrices, O = outputs, I = inputs, R = components, K = those that take part,
-W = inputs filled up.
+Shapes: N = rows, D = width, S = matrices, O = outputs, I = inputs, R = components, K = active ones, W = inputs padded.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rankwise.kernels.device import on
 from rankwise.kernels.linear import MULTIPLE
 
 SPLITS = 512
-"""Parts of the rows that are summed up by programs of their own."""
+"""How many programs sum up the rows of one column."""
 
 
 @triton.jit
@@ -43,22 +42,22 @@ def stack_sums_kernel(p_x, p_sums, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def select_rows_kernel(p_q, p_z, p_active, p_c, D, W, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr):
-    """C = (z Q)[active], its rows filled up with zeros to W."""
+def select_rows_kernel(p_q, p_z, p_active, p_c, D, W, BLOCK_D: tl.constexpr):
+    """C = (z Q)[active], its rows padded with zeros to W."""
     i_k = tl.program_id(0)
     i_r = tl.load(p_active + i_k)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     b_q = tl.load(p_q + i_r * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    if HAS_Z:
+    if p_z is not None:
         b_q *= tl.load(p_z + i_r).to(tl.float32)
     tl.store(p_c + tl.cast(i_k, tl.int64) * W + o_d, b_q, mask=o_d < W)
 
 
 @triton.jit
 def find_places(p_places, p_active, o_r, K):
-    """Which of the K components that take part component r is, and whether it is one.
+    """The position of component r among the K active ones, and whether it is active.
 
-    `places` was written for those alone: what it holds for others is any number, which `active` does not confirm.
+    `places` is only written for active components: what it holds for others is arbitrary, and `active` disproves it.
     """
     b_k = tl.load(p_places + o_r)
     b_found = (b_k >= 0) & (b_k < K)
@@ -67,23 +66,21 @@ def find_places(p_places, p_active, o_r, K):
 
 
 @triton.jit
-def put_rows_kernel(
-    p_dc, p_q, p_z, p_active, p_places, p_dq, p_dz, D, W, K, HAS_Z: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def put_rows_kernel(p_dc, p_q, p_z, p_active, p_places, p_dq, p_dz, D, W, K, BLOCK_D: tl.constexpr):
     """dQ[active] = z dC, dz[active] = the sums of Q dC over rows; zero elsewhere."""
     i_r = tl.program_id(0)
     i_k, found = find_places(p_places, p_active, i_r, K)
-    z = tl.load(p_z + i_r).to(tl.float32) if HAS_Z else 1.0
+    z = tl.load(p_z + i_r).to(tl.float32) if p_z is not None else 1.0
     b_dz = tl.zeros([BLOCK_D], dtype=tl.float32)
     num_read = tl.where(found, D, 0)
     for i_d in range(0, D, BLOCK_D):
         o_d = i_d + tl.arange(0, BLOCK_D)
         b_dc = tl.load(p_dc + tl.cast(i_k, tl.int64) * W + o_d, mask=o_d < num_read, other=0.0)
         o_rd = tl.cast(i_r, tl.int64) * D + o_d
-        if HAS_Z:
+        if p_z is not None:
             b_dz += b_dc * tl.load(p_q + o_rd, mask=o_d < num_read, other=0.0).to(tl.float32)
         tl.store(p_dq + o_rd, b_dc * z, mask=o_d < D)
-    if HAS_Z:
+    if p_z is not None:
         tl.store(p_dz + i_r, tl.sum(b_dz, 0))
 
 
@@ -134,14 +131,14 @@ def stack_sums(x_SND: Tensor) -> Tensor:
 
 
 def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch.dtype) -> Tensor:
-    """(z Q)[active] in `dtype`, its rows filled up with zeros to a multiple of `MULTIPLE`."""
+    """(z Q)[active] in `dtype`, its rows padded with zeros to a multiple of `MULTIPLE`."""
     q_RI = q_RI.contiguous()
     num_kept, num_inputs = active_K.numel(), q_RI.shape[1]
     width = num_inputs + -num_inputs % MULTIPLE
     c_KW = q_RI.new_empty(num_kept, width, dtype=dtype)
     with on(q_RI):
         select_rows_kernel[(num_kept, triton.cdiv(width, 1024))](
-            q_RI, q_RI if z_R is None else z_R, active_K, c_KW, num_inputs, width, HAS_Z=z_R is not None, BLOCK_D=1024
+            q_RI, z_R, active_K, c_KW, num_inputs, width, BLOCK_D=1024
         )
     return c_KW
 
@@ -149,29 +146,20 @@ def select_rows(q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, dtype: torch
 def put_rows(
     dc_KW: Tensor, q_RI: Tensor, z_R: Tensor | None, active_K: Tensor, places_R: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of Q and z, zero at the components that took no part."""
+    """Gradients of Q and z, zero for components that are not active."""
     q_RI = q_RI.contiguous()
     dq_RI, dz_R = torch.empty_like(q_RI), None if z_R is None else torch.empty_like(z_R)
     with on(q_RI):
         put_rows_kernel[(q_RI.shape[0],)](
-            dc_KW.contiguous(),
-            q_RI,
-            dc_KW if z_R is None else z_R,
-            active_K,
-            places_R,
-            dq_RI,
-            dq_RI if dz_R is None else dz_R,
-            q_RI.shape[1],
-            dc_KW.shape[1],
-            active_K.numel(),
-            HAS_Z=z_R is not None,
+            *(dc_KW.contiguous(), q_RI, z_R, active_K, places_R, dq_RI, dz_R),
+            *(q_RI.shape[1], dc_KW.shape[1], active_K.numel()),
             BLOCK_D=1024,
         )
     return dq_RI, dz_R
 
 
 def select_columns(p_OR: Tensor, active_K: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """P[:, active] in `dtype`, and what finds the place of a component in `active`."""
+    """P[:, active] in `dtype`, and the position in `active` of each active component."""
     p_OR, num_kept = p_OR.contiguous(), active_K.numel()
     kept_OK = p_OR.new_empty(p_OR.shape[0], num_kept, dtype=dtype)
     places_R = p_OR.new_empty(p_OR.shape[1], dtype=torch.int32)
@@ -185,20 +173,14 @@ def select_columns(p_OR: Tensor, active_K: Tensor, dtype: torch.dtype) -> tuple[
 
 
 def put_columns(dkept_OK: Tensor, p_OR: Tensor, active_K: Tensor, places_R: Tensor) -> Tensor:
-    """The gradient of P, zero at the components that took no part."""
+    """The gradient of P, zero for components that are not active."""
     dp_OR = torch.empty_like(p_OR, memory_format=torch.contiguous_format)
     num_outputs, rank = p_OR.shape
     block_r = min(512, triton.next_power_of_2(rank))
     block_o = 4096 // block_r
     with on(dp_OR):
         put_columns_kernel[(triton.cdiv(num_outputs, block_o), triton.cdiv(rank, block_r))](
-            dkept_OK.contiguous(),
-            active_K,
-            places_R,
-            dp_OR,
-            num_outputs,
-            rank,
-            active_K.numel(),
+            *(dkept_OK.contiguous(), active_K, places_R, dp_OR, num_outputs, rank, active_K.numel()),
             BLOCK_N=block_o,
             BLOCK_R=block_r,
         )

@@ -1,6 +1,6 @@
-"""Kernels in C: built by the machine's C compiler when they are first needed, and kept in the cache folder.
+"""Kernels in C, built by the machine's C compiler when they are first needed and kept in the cache folder.
 
-A library runs as the user who opens it, so only what nobody else can have written is opened.
+A shared library runs with the rights of the user who opens it, so only files that nobody else can write are opened.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _HEADERS = Path(__file__).parent
 
 @cache
 def is_ready(source: Path, what: str) -> bool:
-    """Whether `source` is built, or could be; a word where not, once."""
+    """Whether `source` is built or could be built; a warning, once, where it could not."""
     try:
         library(source)
     except _BuildError as error:
         warnings.warn(
-            f"The fast kernel of {what} for CPUs could not be built: {error}. Plain PyTorch takes its place: same "
-            "results, slower. Install a C compiler such as gcc, or name one in the environment variable CC.",
+            f"The fast kernel of {what} for CPUs could not be built: {error}. Plain PyTorch runs instead: "
+            "same results, slower. Install a C compiler such as gcc, or name one in the environment variable CC.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -52,7 +52,7 @@ def is_ready(source: Path, what: str) -> bool:
 
 @cache
 def library(source: Path) -> ctypes.CDLL:
-    """`source` as machine code for this processor: from the cache folder, or else built and left there."""
+    """`source` as machine code for this processor: from the cache folder, or built and put there."""
     options = shlex.split(os.environ.get("CC", ""))
     names = options[:1] or ["cc", "gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, names)), None)
@@ -113,10 +113,10 @@ class _Store:
 
     folder: Path
     descriptor: int | None
-    """Of the folder that was checked: its path may lead to another one meanwhile. None where the system has none."""
+    """A descriptor of the folder that was checked, because its path may be changed meanwhile; None on Windows."""
 
     def load(self, name: str) -> ctypes.CDLL:
-        """Open a library; raises OSError where there is none, or none of the user's own."""
+        """Open a library; raises OSError where there is none, or where others could have written it."""
         if self.descriptor is None:
             return ctypes.CDLL(str(self.folder / name))
         status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -126,7 +126,7 @@ class _Store:
         return ctypes.CDLL(str((place if place.exists() else self.folder) / name))
 
     def keep(self, fresh: Path) -> None:
-        """Put a library there under its name: at once, so that another process sees all of it or nothing."""
+        """Put a library there under its name by a rename, so that another process sees all of it or nothing."""
         unfinished, name = f".{fresh.name}.{uuid.uuid4().hex[:8]}", fresh.name
         if self.descriptor is None:
             unfinished, name = str(self.folder / unfinished), str(self.folder / name)
@@ -143,11 +143,11 @@ class _Store:
 
 @contextmanager
 def _open_store(folder: Path) -> Iterator[_Store | None]:
-    """The folder of libraries; None where it cannot be had, and a word where others could write to it."""
+    """The folder of libraries; None where it cannot be made, and None with a warning where others could write to it."""
     descriptor = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # elsewhere rights are no bits of a file, and the cache is in the user's own part of the disk
+        # Windows has no such permission bits, and the cache is in the user's own profile there
         if os.name == "posix":
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -159,8 +159,8 @@ def _open_store(folder: Path) -> Iterator[_Store | None]:
             return
         warnings.warn(
             f"The folder of built kernels must be yours, and writable by nobody else, but {folder} is not. Nothing in "
-            "it is opened, and kernels are built anew by every process. Remove it, or take the rights to write from "
-            "others (chmod 700), or name another folder in the environment variable RANKWISE_CACHE.",
+            "it is opened, and every process builds its own kernels. Remove it, or make it writable by you alone "
+            "(chmod 700), or name another folder in the environment variable RANKWISE_CACHE.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -176,7 +176,7 @@ def _only_ours(status: os.stat_result) -> bool:
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:
-    """Differs wherever the machine code may: source, compiler, processor (a home folder may be shared by machines)."""
+    """A hash of all that the machine code depends on, the processor included: machines may share a home folder."""
     status = os.stat(os.path.realpath(command[0]))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

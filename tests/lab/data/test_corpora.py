@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import DataError
-from rankwise.lab.data import Corpus, load_corpus, prepare, text, wiki
-from rankwise.lab.data.published import PUBLISHED, Published
-from rankwise.lab.data.sources import load_prepared
-from rankwise.lab.data.symbols import Kind, symbols_of
+from rankwise.lab.data import Corpus, load_corpus, text
+from rankwise.lab.data import corpus as prepare
+from rankwise.lab.data.download import PUBLISHED, Published
+from rankwise.lab.data.sources import enwik8_words, load_prepared, strip_markup
 from rankwise.lab.data.text import Text, text_of
-from rankwise.lab.data.vocabulary import Vocabulary, by_frequency, smallest_dtype
+from rankwise.lab.data.vocabulary import Kind, Vocabulary, by_frequency, smallest_dtype, symbols_of
 
 PROSE = "the cat sat on the mat .\nthe dog, não, sat on the cat .\n\n" * 30
 
@@ -260,13 +260,13 @@ def test_markup_is_stripped_by_the_documented_rules():
         [[Category:Gone]] [[de:Gone]]
         """
     )
-    assert wiki.stripped(article).split("\n") == [
+    assert strip_markup(article).split("\n") == [
         "abu dhabi is a large city in the uae",
         "history",
         "see the site since 1971",
         "",
     ]
-    assert wiki.stripped("#REDIRECT [[elsewhere]]") == ""
+    assert strip_markup("#REDIRECT [[elsewhere]]") == ""
 
 
 def test_words_of_a_dump_do_not_depend_on_the_blocks(tmp_path, monkeypatch):
@@ -276,7 +276,7 @@ def test_words_of_a_dump_do_not_depend_on_the_blocks(tmp_path, monkeypatch):
     expected = "".join(f"żółw {number}\nand b\n" for number in range(20))
     for size in (1, 37, 10_000):
         monkeypatch.setattr(text, "BLOCK_BYTES", size)
-        assert b"".join(wiki.words_of(path).blocks()).decode() == expected
+        assert b"".join(enwik8_words(path).blocks()).decode() == expected
 
 
 def test_the_embedded_corpus_is_the_same_every_time(tmp_path, monkeypatch):

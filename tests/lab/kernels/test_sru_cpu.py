@@ -268,10 +268,10 @@ def test_second_derivatives_are_refused() -> None:
 def test_torch_accepts_the_operators(K: int, dtype: torch.dtype, dropout: bool) -> None:
     torch.use_deterministic_algorithms(False)
     inputs = [t if t is None else t.requires_grad_() for t in some_inputs(4, 2, K, 5, dropout=dropout).values()]
-    torch.library.opcheck(torch.ops.rankwise.sru_cpu.default, (*inputs, 1.3))
+    torch.library.opcheck(torch.ops.rankwise.sru_cpu.default, (*inputs, 1.3, False))
     inputs = [t if t is None else t.detach() for t in inputs]
     gradients = torch.randn(4, 2, 5), torch.randn(2, 5)
-    torch.library.opcheck(torch.ops.rankwise.sru_cpu_backward.default, (*gradients, *inputs, 1.3))
+    torch.library.opcheck(torch.ops.rankwise.sru_cpu_backward.default, (*gradients, *inputs, 1.3, torch.empty(0, 2, 5)))
 
 
 def test_it_compiles_into_one_graph() -> None:

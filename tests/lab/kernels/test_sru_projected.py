@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from rankwise.deploy.quantize import int8
 from rankwise.kernels import native
-from rankwise.kernels.int8.layer import Int8Linear
-from rankwise.lab.kernels.sru import projected, reference
+from rankwise.kernels.int8 import Int8Linear
+from rankwise.lab.kernels.sru import cpu, reference
 from rankwise.lab.models.sru import SRULayer
 
-READY = native.is_ready(projected._SOURCE, "the SRU")
-HAS_BYTES = READY and bool(native.library(projected._SOURCE).sru_projected_has_bytes())
+READY = native.is_ready(cpu._PROJECTED_SOURCE, "the SRU")
+HAS_BYTES = READY and bool(native.library(cpu._PROJECTED_SOURCE).sru_projected_has_bytes())
 pytestmark = [
     pytest.mark.skipif(not READY, reason="needs a C compiler"),
     pytest.mark.filterwarnings("ignore:This processor has no instructions"),
@@ -44,7 +44,7 @@ def one_after_the_other(
 @given(T=st.integers(1, 230), B=st.integers(1, 3), R=sizes, D=sizes, K=st.sampled_from([3, 4]), scale=st.floats(0.5, 2))
 def test_floats(T: int, B: int, R: int, D: int, K: int, scale: float) -> None:
     x_TBR, factor, given = some(T, B, R, D, K)
-    got = projected.sru(x_TBR, factor, *given, scale)  # type: ignore[arg-type]
+    got = cpu.projected_sru(x_TBR, factor, *given, scale)  # type: ignore[arg-type]
     double = nn.Linear(R, K * D, bias=False, dtype=torch.float64)
     double.weight.data.copy_(factor.weight)
     doubles = [None if tensor is None else tensor.double() for tensor in given]
@@ -54,8 +54,8 @@ def test_floats(T: int, B: int, R: int, D: int, K: int, scale: float) -> None:
 
 
 @pytest.mark.skipif(
-    not native.is_ready(projected._SOURCE, "the SRU")
-    or not native.library(projected._SOURCE).sru_projected_has_bytes(),
+    not native.is_ready(cpu._PROJECTED_SOURCE, "the SRU")
+    or not native.library(cpu._PROJECTED_SOURCE).sru_projected_has_bytes(),
     reason="needs a processor that multiplies bytes",
 )
 @settings(max_examples=40, deadline=None)
@@ -63,7 +63,7 @@ def test_floats(T: int, B: int, R: int, D: int, K: int, scale: float) -> None:
 def test_bytes(T: int, B: int, R: int, D: int, K: int) -> None:
     x_TBR, plain, given = some(T, B, R, D, K)
     factor = Int8Linear(plain)
-    got = projected.sru(x_TBR, factor, *given)  # type: ignore[arg-type]
+    got = cpu.projected_sru(x_TBR, factor, *given)  # type: ignore[arg-type]
     want = one_after_the_other(x_TBR, factor, given, 1.0)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -74,7 +74,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     before, found = torch.get_num_threads(), []
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
-        found.append(projected.sru(x_TBR, factor, *given))  # type: ignore[arg-type]
+        found.append(cpu.projected_sru(x_TBR, factor, *given))  # type: ignore[arg-type]
     torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -95,10 +95,10 @@ def make_layer(kind: str) -> SRULayer:
 def test_a_layer_gives_without_gradients_what_it_gives_with_them(kind: str, make: object) -> None:
     layer: SRULayer = make(make_layer(kind))  # type: ignore[operator]
     x_TBN, c0_BD = torch.randn(60, 2, 30), torch.randn(2, layer.width)
-    assert projected.take_last(layer.projection, x_TBN) is None, "gradients are asked for"
+    assert cpu.split_projection(layer.projection, x_TBN) is None, "gradients are asked for"
     want = layer(x_TBN, c0_BD)
     with torch.no_grad():
-        assert (projected.take_last(layer.projection, x_TBN) is not None) == (HAS_BYTES or make is not int8)
+        assert (cpu.split_projection(layer.projection, x_TBN) is not None) == (HAS_BYTES or make is not int8)
         got = layer(x_TBN, c0_BD)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
@@ -107,13 +107,13 @@ def test_a_layer_gives_without_gradients_what_it_gives_with_them(kind: str, make
 @torch.no_grad()
 def test_it_stays_away_where_it_must() -> None:
     x_TBN, pair = torch.randn(100, 1, 30), make_layer("pair").projection
-    assert projected.take_last(pair, x_TBN) is not None
-    assert projected.take_last(pair, x_TBN[:5]) is None, "a few rows"
-    assert projected.take_last(pair, x_TBN.double()) is None
-    assert projected.take_last(nn.Linear(30, 200), x_TBN) is None, "a bias"
+    assert cpu.split_projection(pair, x_TBN) is not None
+    assert cpu.split_projection(pair, x_TBN[:5]) is None, "a few rows"
+    assert cpu.split_projection(pair, x_TBN.double()) is None
+    assert cpu.split_projection(nn.Linear(30, 200), x_TBN) is None, "a bias"
     called = []
     pair[-1].register_forward_hook(lambda *_: called.append(1))  # type: ignore[index]
-    assert projected.take_last(pair, x_TBN) is None, "a hook"
+    assert cpu.split_projection(pair, x_TBN) is None, "a hook"
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.lab.kernels import sru as dispatch
-from rankwise.lab.kernels.normed_pair import reference as pair_reference
 from rankwise.lab.kernels.sru import reference
 from rankwise.lab.models import sru as models
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
@@ -130,18 +129,18 @@ def test_a_compiled_model_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_folded_norm_is_that_of_the_reference(
     shape: tuple[int, int, int, int], gated: bool, selected: bool, dtype: torch.dtype
 ) -> None:
-    from rankwise.lab.kernels.normed_pair import triton
+    from rankwise.lab.kernels import normed_pair
 
     num_rows, width, rank, num_outputs = shape
     x = (some(num_rows, width, dtype=dtype) + 0.5).detach().requires_grad_()
-    rstd = pair_reference.row_rstd(x, 1e-2).detach().requires_grad_()
-    torch.testing.assert_close(triton.row_stats(x.detach(), 1e-2)[1], rstd.detach())
+    rstd = normed_pair.row_rstd(x, 1e-2).detach().requires_grad_()
+    torch.testing.assert_close(normed_pair.row_stats(x.detach(), 1e-2)[1], rstd.detach())
     inputs = [x, rstd, some(rank, width), some(num_outputs, rank), some(width), some(width)]
     z = torch.rand(rank, device=DEVICE).requires_grad_() if gated else None
     active = torch.randperm(rank, device=DEVICE)[: max(rank // 2, 1)] if selected else None
     inputs += [z, active]
-    got = outputs_and_gradients(triton.normed_pair, inputs)
-    want = outputs_and_gradients(pair_reference.normed_pair, inputs)
+    got = outputs_and_gradients(normed_pair.normed_pair, inputs)
+    want = outputs_and_gradients(normed_pair.reference, inputs)
     if width > 1:
         assert_same(got, want, 1e-5 if dtype == torch.float32 else 2 * BF16)
 

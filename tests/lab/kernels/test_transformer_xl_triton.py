@@ -138,7 +138,7 @@ def test_sums_of_columns_of_several_matrices(shape: tuple[int, int, int]) -> Non
 def test_a_pair_and_every_gradient_are_those_of_the_reference(
     sizes: tuple[int, int, int, int], gated: bool, has_bias: bool
 ) -> None:
-    from rankwise.kernels import pair
+    from rankwise.kernels import linear
 
     rows, inputs, outputs, kept = sizes
     rank = 12
@@ -147,10 +147,10 @@ def test_a_pair_and_every_gradient_are_those_of_the_reference(
     tensors += [some(rank) if gated else None, some(outputs) if has_bias else None]
 
     def fused(x: Tensor, q: Tensor, p: Tensor, z: Tensor | None, bias: Tensor | None) -> Tensor:
-        return pair._PairLinear.apply(x, q, p, z, active, bias, torch.float32)
+        return linear._PairLinear.apply(x, q, p, z, active, bias, torch.float32)
 
     def plain(x: Tensor, q: Tensor, p: Tensor, z: Tensor | None, bias: Tensor | None) -> Tensor:
-        return pair.reference(x, Pair(q, p, z, active), bias)
+        return linear.pair_reference(x, Pair(q, p, z, active), bias)
 
     assert_same(outputs_and_gradients(fused, tensors), outputs_and_gradients(plain, tensors), 1e-5)
 

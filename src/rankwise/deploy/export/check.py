@@ -1,4 +1,4 @@
-"""An exported model is kept only if it gives what the model gives."""
+"""Write an exported model, load it again, and keep it only if its outputs are those of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankwise.deploy.export.program import Captured, Inputs, flatten, quiet
+from rankwise.deploy.export.program import Captured, Inputs, flatten, one_line_errors, quiet
 from rankwise.deploy.save import whole_folder
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line, install_extra
 from rankwise.files import sync, write_json
@@ -32,19 +32,19 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """A summary of what was written."""
 
     folder: Path
     format: str
     int8: bool
     bytes: int
-    """Of all files but the summary."""
+    """The size of all files except the summary."""
     difference: float
     """Largest difference to the model's outputs, over the largest of them: the worst output of the worst input."""
     checked: list[dict[str, list[int]]]
-    """Shapes of the inputs that were compared."""
+    """The shapes of the inputs that were compared."""
     shapes: dict[str, list[int | str]]
-    """Of inputs: a letter where another size was compared too, and any may be given; else the size of the example."""
+    """The shapes of inputs: a letter where any size may be given, otherwise the size of the example."""
     outputs: list[str]
 
 
@@ -63,10 +63,12 @@ def write_checked(
     target = Path(path).resolve()
     if target.exists():
         raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
-    compared = list(cases(captured))
+    compared = list(_inputs_to_compare(captured))
     expected = [captured.expected, *(reference_outputs(captured, case) for case in compared[1:])]
     with whole_folder(target) as unfinished:
-        _wrote(write, unfinished, format)
+        rule = f"The model must be one that can be written as {format}, but its tools say"
+        with one_line_errors(rule, keep=(OSError,)), quiet():
+            write(unfinished)
         files = sorted(unfinished.iterdir())
         difference = largest_difference(load(unfinished), compared, expected, format)
         if not difference <= allowed:
@@ -82,7 +84,7 @@ def write_checked(
             bytes=sum(file.stat().st_size for file in files),
             difference=difference,
             checked=[{name: list(tensor.shape) for name, tensor in case.items()} for case in compared],
-            shapes=_varied(captured, compared),
+            shapes=_checked_shapes(captured, compared),
             outputs=captured.outputs,
         )
         write_json(unfinished / SUMMARY, {**asdict(made), "folder": target.name, "rankwise": VERSION})
@@ -91,20 +93,8 @@ def write_checked(
     return made
 
 
-def _wrote(write: Callable[[Path], None], folder: Path, format: str) -> None:
-    try:
-        with quiet():
-            write(folder)
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"The model must be one that can be written as {format}, but its tools say: {first_line(error)}"
-        ) from error
-
-
-def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:
-    """The example, and what is made of it so that every open size is another once, where the program holds for it."""
+def _inputs_to_compare(captured: Captured) -> Iterator[dict[str, Tensor]]:
+    """The example, and resized copies of it in which every open size differs once, where the program accepts them."""
     yield captured.inputs
     sizes = {
         letter: tensor.shape[i]
@@ -123,7 +113,7 @@ def cases(captured: Captured) -> Iterator[dict[str, Tensor]]:
 
 
 def _other_sizes(sizes: dict[str, int], ranges: dict[str, tuple[int, int | None]]) -> Iterator[dict[str, int]]:
-    """Half of everything, of the batch one, or two for programs that do not hold for one; or one more of everything."""
+    """Half of every size with a batch of 1, the same with a batch of 2, and one more of every size."""
     batch = next(iter(sizes.values()), 0)
     for one in (1, 2):
         smaller = {letter: one if size == batch else math.ceil(size / 2) for letter, size in sizes.items()}
@@ -132,7 +122,7 @@ def _other_sizes(sizes: dict[str, int], ranges: dict[str, tuple[int, int | None]
 
 
 def _accepts(captured: Captured, inputs: dict[str, Tensor]) -> bool:
-    """Whether the program holds for these sizes: of some models it does not for a batch of 1."""
+    """Whether the program runs for these sizes; those of some models do not for a batch of 1."""
     try:
         with torch.no_grad(), quiet():
             captured.program.module()(inputs)
@@ -142,15 +132,15 @@ def _accepts(captured: Captured, inputs: dict[str, Tensor]) -> bool:
 
 
 def _resized(tensor: Tensor, shape: list[int | str], sizes: dict[str, int]) -> Tensor:
-    """A part of a tensor, or the tensor with its beginning once more."""
+    """The tensor cut to these sizes, or continued with its own beginning."""
     for i, size in enumerate(shape):
         if isinstance(size, str):
             tensor = tensor.index_select(i, torch.arange(sizes[size]) % tensor.shape[i])
     return tensor.contiguous()
 
 
-def _varied(captured: Captured, compared: list[dict[str, Tensor]]) -> dict[str, list[int | str]]:
-    """Shapes of inputs: open is only what was another size in what was compared."""
+def _checked_shapes(captured: Captured, compared: list[dict[str, Tensor]]) -> dict[str, list[int | str]]:
+    """The shapes of inputs: a letter only where another size was compared, otherwise the size of the example."""
     return {
         name: [
             size if any(case[name].shape[i] != captured.inputs[name].shape[i] for case in compared) else int(fixed)
@@ -161,7 +151,7 @@ def _varied(captured: Captured, compared: list[dict[str, Tensor]]) -> dict[str, 
 
 
 def reference_outputs(captured: Captured, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the model itself gives."""
+    """The outputs of the model itself."""
     with torch.no_grad(), evaluating(captured.reference):
         return dict(zip(captured.outputs, captured.reference(inputs), strict=True))
 
@@ -169,7 +159,7 @@ def reference_outputs(captured: Captured, inputs: dict[str, Tensor]) -> dict[str
 def largest_difference(
     run: Runner, compared: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], format: str
 ) -> float:
-    """Over all outputs for all inputs."""
+    """The largest `difference` over all outputs for all inputs."""
     worst = 0.0
     for inputs, outputs in zip(compared, expected, strict=True):
         try:
@@ -211,7 +201,7 @@ def check_folder(folder: str | os.PathLike[str], format: str, file: str) -> Path
 
 
 def imported(name: str, *, package: str | None = None) -> Any:
-    """A package of an engine, or one line that names what is missing."""
+    """Import a package of an engine, or say in one line which one is missing."""
     import importlib
 
     try:
@@ -224,7 +214,7 @@ def imported(name: str, *, package: str | None = None) -> Any:
 
 
 def as_flat_numpy(inputs: Inputs, wanted: list[str]) -> dict[str, Any]:
-    """Inputs as engines take them. What the program does not read it does not name."""
+    """The inputs that the program reads, as flat numpy arrays."""
     flat = flatten(inputs)
     missing = [name for name in wanted if name not in flat]
     if missing:

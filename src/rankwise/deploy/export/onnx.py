@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
-from rankwise.deploy.export.program import Captured, Inputs, capture, quiet
+from rankwise.deploy.export.program import Captured, Inputs, capture, one_line_errors, quiet
 from rankwise.errors import CheckpointError, first_line
 
 FILE = "model.onnx"
 SETTINGS = {"session.force_spinning_stop": "1"}
-"""Without it threads of a session keep their cores busy for tens of milliseconds after an answer, and hold up whatever
-runs next: another model, say.
-"""
+"""Without it the threads of a session spin for tens of milliseconds after an answer, and slow down what runs next."""
 SLOW = ["SkipLayerNormFusion"]
-"""Of the runtime's own rewritings: on CPUs an addition and a layer norm apart are faster than its kernel for both."""
+"""Rewritings of the runtime to leave out: on CPUs its kernel for an addition and a layer norm is slower than both."""
 
 
 def export(
@@ -30,7 +28,7 @@ def export(
     int8: bool = False,
     tolerance: float | None = None,
 ) -> Exported:
-    """Write `path`/model.onnx. With `int8`, matrices have 8 bits and inputs of products get 8 as they come."""
+    """Write `path`/model.onnx. With `int8`, weights are stored in 8 bits and activations quantized dynamically."""
     imported("onnx")
     imported("onnxscript")
     imported("onnxruntime")
@@ -53,12 +51,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
     options.intra_op_num_threads = threads or torch.get_num_threads()
     for name, value in SETTINGS.items():
         options.add_session_config_entry(name, value)
-    try:
+    with one_line_errors(f"{file} must run in ONNX Runtime, but it says"):
         session = runtime.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW
         )
-    except Exception as error:
-        raise CheckpointError(f"{file} must run in ONNX Runtime, but it says: {first_line(error)}") from error
     inputs = [value.name for value in session.get_inputs()]
     outputs = [value.name for value in session.get_outputs()]
 
@@ -70,7 +66,7 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
 
 
 def _convert(captured: Captured) -> Any:
-    _loosen(captured.program)
+    _allow_any_strides(captured.program)
     with quiet():
         try:
             return torch.onnx.export(
@@ -84,13 +80,14 @@ def _convert(captured: Captured) -> Any:
         except Exception as error:
             cause = error.__cause__ or error
             raise CheckpointError(
-                f"The model must be one that ONNX can say, but its exporter says: {first_line(cause)}"
+                f"The model must be one that ONNX can represent, but its exporter says: {first_line(cause)}"
             ) from error
 
 
-def _loosen(program: torch.export.ExportedProgram) -> None:
-    """Let views hold however their tensors lie in memory: the exporter takes attention apart into products whose
-    results lie otherwise. A graph of ONNX knows no such thing, so that nothing is copied there.
+def _allow_any_strides(program: torch.export.ExportedProgram) -> None:
+    """Make views valid for any strides: the exporter splits attention into products whose results have others.
+
+    ONNX has no strides, so the exported graph copies nothing.
     """
     aten = torch.ops.aten
     views = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
@@ -98,15 +95,15 @@ def _loosen(program: torch.export.ExportedProgram) -> None:
         if node.op == "call_function" and node.target in views:
             source = node.args[0]
             with program.graph.inserting_before(node):
-                lain_out = program.graph.call_function(
+                contiguous = program.graph.call_function(
                     aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
                 )
-            lain_out.meta.update(source.meta)
-            node.args = (lain_out, *node.args[1:])
+            contiguous.meta.update(source.meta)
+            node.args = (contiguous, *node.args[1:])
 
 
 def _is_large(model: nn.Module) -> bool:
-    """A file of ONNX holds two gigabytes at most; the rest goes beside it."""
+    """Whether the weights need a file of their own: one of ONNX holds two gigabytes at most."""
     return sum(p.numel() * p.element_size() for p in model.parameters()) > 1.5e9
 
 
@@ -115,7 +112,7 @@ def _quantize(folder: Path) -> None:
     onnx = imported("onnx")
     dense = folder / f"dense-{FILE}"
     graph = onnx.load(folder / FILE)
-    # shapes that the exporter noted of matrices it then turned around stop the quantizer, which infers them anew
+    # the exporter notes shapes of matrices that it transposes later; the quantizer stops at them, and infers its own
     del graph.graph.value_info[:]
     onnx.save(graph, dense)
     quantization.quantize_dynamic(dense, folder / FILE, weight_type=quantization.QuantType.QInt8, per_channel=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, as_flat_numpy, check_folder, imported, write_checked
-from rankwise.deploy.export.program import Captured, Inputs, capture, quiet
-from rankwise.errors import CheckpointError, first_line
+from rankwise.deploy.export.program import Captured, Inputs, capture, one_line_errors, quiet
 
 FILE = "model.xml"
 PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
@@ -26,7 +25,7 @@ def export(
     int8: bool = False,
     tolerance: float | None = None,
 ) -> Exported:
-    """Write `path`/model.xml and model.bin. With `int8`, matrices have 8 bits (by NNCF)."""
+    """Write `path`/model.xml and model.bin. With `int8`, weights are stored in 8 bits (by NNCF)."""
     openvino = imported("openvino")
     nncf = imported("nncf") if int8 else None
     captured = capture(model, example_inputs)
@@ -44,12 +43,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
     openvino = imported("openvino")
     file = check_folder(path, "openvino", FILE)
     settings = {**PRECISE, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
-    try:
+    with one_line_errors(f"{file} must run in OpenVINO, but it says"):
         read = openvino.Core().read_model(file)
         compiled = openvino.compile_model(read, "CPU", settings)
-    except Exception as error:
-        raise CheckpointError(f"{file} must run in OpenVINO, but it says: {first_line(error)}") from error
-    # what is compiled also has the names of the operations that were left out of it
+    # not from the compiled model, whose ports also carry the names of operations that were optimized away
     inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
 
     def run(**given: Any) -> dict[str, Tensor]:
@@ -60,16 +57,11 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
 
 
 def _convert(openvino: Any, captured: Captured) -> Any:
-    with quiet():
-        try:
-            made = openvino.convert_model(captured.program)
-            for port, shape in zip(made.inputs, captured.shapes.values(), strict=True):
-                port.node.set_partial_shape(openvino.PartialShape([-1 if isinstance(n, str) else n for n in shape]))
-            made.validate_nodes_and_infer_types()
-        except Exception as error:
-            raise CheckpointError(
-                f"The model must be one that OpenVINO can say, but its converter says: {first_line(error)}"
-            ) from error
+    with quiet(), one_line_errors("The model must be one that OpenVINO can represent, but its converter says"):
+        made = openvino.convert_model(captured.program)
+        for port, shape in zip(made.inputs, captured.shapes.values(), strict=True):
+            port.node.set_partial_shape(openvino.PartialShape([-1 if isinstance(n, str) else n for n in shape]))
+        made.validate_nodes_and_infer_types()
     for ports, names in ((made.inputs, captured.inputs), (made.outputs, captured.outputs)):
         for port, name in zip(ports, names, strict=True):
             port.tensor.set_names({name})

@@ -1,7 +1,10 @@
 """A model captured by `torch.export`: what all three formats start from.
 
 Inputs and outputs are flat and named. What a model takes as a tuple (`memory` of Transformer-XL) becomes `memory_0`,
-`memory_1`, ...; what it gives as one, likewise.
+`memory_1`, ...; what it gives as one, likewise. Layers that engines cannot run are replaced before the capture, by
+others that compute the same function.
+
+Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, D = width.
 """
 
 from __future__ import annotations
@@ -9,19 +12,26 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from rankwise.deploy.export.attention import NothingSeen
-from rankwise.deploy.export.fuse import fuse
-from rankwise.deploy.export.plain import plain
+from rankwise.core.copies import copied
+from rankwise.core.layers import GatedLayer
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+from rankwise.swap import become
+
+_SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
+"""What layers of PyTorch tell of themselves, and those in their place do too."""
 
 Inputs = Mapping[str, Any]
 """What a model is called with: tensors, or tuples of them, by the names of its arguments."""
@@ -39,17 +49,17 @@ class Captured:
     expected: dict[str, Tensor]
     """What the model gives for the example as the user wrote it."""
     shapes: dict[str, list[int | str]]
-    """Of each input: a number where the size is fixed, else a letter that stands for it."""
+    """The sizes of each input: a number where it is fixed, otherwise a letter that stands for any size."""
     ranges: dict[str, tuple[int, int | None]]
-    """The least and the largest size that each letter may stand for."""
+    """The smallest and the largest size that each letter may stand for."""
 
     @property
     def outputs(self) -> list[str]:
-        """Their names."""
+        """The names of the outputs."""
         return list(self.expected)
 
 
-class Flat(nn.Module):
+class FlatModel(nn.Module):
     """A model that takes named tensors and gives a tuple of tensors."""
 
     def __init__(self, model: nn.Module, example: Inputs) -> None:
@@ -65,8 +75,8 @@ class Flat(nn.Module):
 
 
 def flatten(inputs: Inputs) -> dict[str, Tensor]:
-    """Inputs by name, tuples taken apart."""
-    return _once(_flattened(inputs), "Inputs")
+    """The inputs by name, with every part of a tuple under a name of its own."""
+    return _unique(_flattened(inputs), "Inputs")
 
 
 def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
@@ -82,8 +92,8 @@ def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
             )
 
 
-def _once(tensors: Iterator[tuple[str, Tensor]], kind: str) -> dict[str, Tensor]:
-    """Tensors by name; refuses a name that two of them have."""
+def _unique(tensors: Iterator[tuple[str, Tensor]], kind: str) -> dict[str, Tensor]:
+    """The tensors by name; two of one name are refused."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name in found:
@@ -96,7 +106,7 @@ def _once(tensors: Iterator[tuple[str, Tensor]], kind: str) -> dict[str, Tensor]
 
 
 def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
-    """Capture a model with every size of its inputs left open that it leaves open.
+    """Capture a model for every size of its inputs that the model itself leaves open.
 
     A size of 1 in the example counts as fixed, so give a batch and a length of 2 or more.
     """
@@ -108,19 +118,14 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
             "Example: {'input_ids': tokens}."
         )
     inputs = flatten(example_inputs)
-    flat = Flat(plain(model), example_inputs)
-    reference = Flat(model, example_inputs)
+    flat = FlatModel(exportable(model), example_inputs)
+    reference = FlatModel(model, example_inputs)
     shapes = {name: [_open_or_fixed(size) for size in tensor.shape] for name, tensor in inputs.items()}
     with quiet(), torch.no_grad(), evaluating(model):
         expected = named_outputs(model, model(**example_inputs))
-        try:
-            with _sizes_of_one(), NothingSeen():
-                program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
-        except Exception as error:
-            raise CheckpointError(
-                f"The model must be one that `torch.export` can capture, but it says: {first_line(error)}"
-            ) from error
-        fuse(program)
+        rule = "The model must be one that `torch.export` can capture, but it says"
+        with one_line_errors(rule), _sizes_of_one(), ZeroForMaskedQueries():
+            program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
     return Captured(program, reference, inputs, expected, *_open_sizes(program, inputs))
 
 
@@ -153,7 +158,7 @@ def _range(bounds: Any) -> tuple[int, int | None]:
 
 @contextlib.contextmanager
 def _sizes_of_one() -> Iterator[None]:
-    """Let a program that is captured with a batch of two hold for one, where it does."""
+    """Let a program that is captured with a batch of 2 accept a batch of 1 where it can."""
     from torch.fx.experimental import _config
 
     if hasattr(_config, "backed_size_oblivious"):
@@ -164,8 +169,8 @@ def _sizes_of_one() -> Iterator[None]:
 
 
 def named_outputs(model: nn.Module, outputs: Any) -> dict[str, Tensor]:
-    """What a model gave, by name, tuples taken apart."""
-    return _once(_named(model, outputs), "Outputs")
+    """The outputs of a model by name, with every part of a tuple under a name of its own."""
+    return _unique(_named(model, outputs), "Outputs")
 
 
 def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -186,7 +191,7 @@ def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep exporters' words about themselves from the user."""
+    """Hide the warnings, logs and prints of exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -195,3 +200,161 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def one_line_errors(rule: str, *, keep: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn any error of an engine, except those to `keep`, into `rule` and the engine's own first line."""
+    try:
+        yield
+    except keep:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{rule}: {first_line(error)}") from error
+
+
+class ZeroForMaskedQueries(TorchFunctionMode):
+    """Captures torch's attention with an explicit zero for queries whose keys are all masked (left padding).
+
+    Torch gives zeros for such a query. Engines give the mean of all values, or NaN, which the next layer spreads.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention:
+            return found
+        mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+        if mask is None:
+            return found
+        visible = mask if mask.dtype is torch.bool else mask > -math.inf
+        return torch.where(visible.any(-1, keepdim=True), found, 0.0)
+
+
+def exportable(model: nn.Module) -> nn.Module:
+    """A copy of `model` in evaluation mode that shares its weights, with layers replaced that engines cannot run."""
+    _check_exportable(model)
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    made = copied(model, memo).eval()
+    for module in list(made.modules()):
+        replacement = _replacement(module)
+        if replacement is not None:
+            sizes = {name: getattr(module, name) for name in _SIZES if hasattr(module, name)}
+            become(module, replacement.eval())
+            vars(module).update(sizes)
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            # a cache that one call leaves for the next is not a tensor, so no graph can return it
+            module.config.use_cache = False  # type: ignore[union-attr]
+    return made.eval()
+
+
+def _check_exportable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, GatedLayer):
+            raise CheckpointError(
+                f"An exported model must be compact, but {name or 'the model'} is gated. "
+                "Export what `pruner.compact()` returns."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+            raise CheckpointError(
+                f"An exported model must be float32 on the CPU, but {name} is {tensor.dtype} on {tensor.device}. "
+                "Call `model.float().cpu()` first."
+            )
+
+
+def _replacement(module: nn.Module) -> nn.Module | None:
+    """The module that replaces one which engines cannot run, or run slowly; None to keep it."""
+    if isinstance(module, SelectedLinear):
+        return _without_inputs(module.columns, module.bias) or IndexedLinear(module)
+    if isinstance(module, LowRankHead):
+        other = PivotHead(module) if isinstance(module.projection, PivotLinear) else None
+        return _without_inputs(module.embedding.weight, module.bias) or other
+    if isinstance(module, PivotLinear):
+        return OrderedPivots(module)
+    if isinstance(module, nn.Sequential) and len(module) == 2 and isinstance(module[1], nn.Linear | PivotLinear):
+        words = isinstance(module[0], nn.Embedding)
+        return _without_inputs(module[1].weight, module[1].bias, for_words=words)
+    if callable(own := getattr(module, "for_export", None)):
+        made: nn.Module = own()
+        return made
+    return None
+
+
+def _without_inputs(weight_OK: Tensor, bias: Tensor | None, *, for_words: bool = False) -> nn.Module | None:
+    """The replacement of a layer of rank 0, because engines refuse products over an empty dimension."""
+    if weight_OK.shape[1]:
+        return None
+    value = weight_OK.new_zeros(weight_OK.shape[0]) if bias is None else bias.detach()
+    return Constant(value, for_words=for_words)
+
+
+class Constant(nn.Module):
+    """A layer that gives the same vector for every input."""
+
+    value_O: Tensor
+
+    def __init__(self, value_O: Tensor, *, for_words: bool) -> None:
+        super().__init__()
+        self.for_words = for_words
+        self.register_buffer("value_O", value_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape if self.for_words else x.shape[:-1]
+        return self.value_O.expand(*shape, len(self.value_O))
+
+
+class IndexedLinear(nn.Module):
+    """`SelectedLinear` with the indices of its inputs instead of a mask."""
+
+    index_K: Tensor
+
+    def __init__(self, layer: SelectedLinear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.columns, layer.bias
+        self.register_buffer("index_K", layer.kept.nonzero().flatten())
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return F.linear(x_BI.index_select(-1, self.index_K), self.weight, self.bias)
+
+
+class OrderedPivots(nn.Module):
+    """`PivotLinear` computed the same way for any number of rows, so that the graph does not depend on it."""
+
+    places_O: Tensor
+
+    def __init__(self, layer: PivotLinear) -> None:
+        super().__init__()
+        self.coefficients, self.bias = layer.coefficients, layer.bias
+        self.register_buffer("places_O", layer.places.long())
+
+    def forward(self, x_BK: Tensor) -> Tensor:
+        # engines refuse products without outputs
+        y_BO = torch.cat([x_BK, F.linear(x_BK, self.coefficients)], -1) if len(self.coefficients) else x_BK
+        y_BO = y_BO.index_select(-1, self.places_O)
+        return y_BO if self.bias is None else y_BO + self.bias
+
+
+class PivotHead(nn.Module):
+    """`LowRankHead` on a `PivotLinear` without multiplying out its matrix: h W = h_chosen + h_others C."""
+
+    order_D: Tensor
+    """The indices of the chosen inputs, then those of the others."""
+
+    def __init__(self, head: LowRankHead) -> None:
+        super().__init__()
+        assert isinstance(head.projection, PivotLinear)
+        self.coefficients, self.bias = head.projection.coefficients, head.bias
+        self.embedding = head.embedding
+        self.register_buffer("order_D", head.projection.places.argsort())
+
+    def forward(self, h_BD: Tensor) -> Tensor:
+        rest, rank = self.coefficients.shape
+        h_BK, others = torch.split(h_BD.index_select(-1, self.order_D), [rank, rest], -1)
+        h_BK = h_BK + others @ self.coefficients if rest else h_BK
+        return F.linear(h_BK, self.embedding.weight, self.bias)

@@ -1,6 +1,6 @@
 """`torch.export`'s own file: runs in PyTorch without the model's code.
 
-The format is torch's. Unlike what `rankwise.save` writes it is no plain data: load only files that you trust.
+The format is torch's. Unlike what `rankwise.save` writes, it can hold code: load only files that you trust.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.deploy.export.check import Exported, Runner, check_folder, write_checked
-from rankwise.deploy.export.program import Inputs, capture, flatten, quiet
-from rankwise.errors import CheckpointError, first_line
+from rankwise.deploy.export.program import Inputs, capture, flatten, one_line_errors, quiet
+from rankwise.errors import CheckpointError
 
 FILE = "model.pt2"
 NAMES = "outputs.json"
@@ -44,12 +44,8 @@ def load(path: str | os.PathLike[str], *, compile: bool = False) -> Runner:
     """An exported folder in PyTorch; with `compile`, by `torch.compile`."""
     file = check_folder(path, "pt2", FILE)
     extra = {NAMES: ""}
-    try:
-        with quiet():
-            program = torch.export.load(file, extra_files=extra)
-            module: Any = program.module()
-    except Exception as error:
-        raise CheckpointError(f"{file} must run in this torch, but it says: {first_line(error)}") from error
+    with quiet(), one_line_errors(f"{file} must run in this torch, but it says"):
+        module: Any = torch.export.load(file, extra_files=extra).module()
     outputs = json.loads(extra[NAMES])
     call = torch.compile(module) if compile else module
 

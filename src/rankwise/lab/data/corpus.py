@@ -1,28 +1,45 @@
-"""A corpus: three memory-mapped splits, their vocabulary and where they come from.
+"""A corpus: three memory-mapped splits, their vocabulary and where they come from; and how it is prepared from text.
 
 On the disk it is a folder: `train.npy`, `valid.npy`, `test.npy`, `vocabulary.json`, and `corpus.json` with the rest.
+
+To prepare it, the text is read in blocks and split once, into provisional numbers in a scratch file. Counting those of
+the training part gives the vocabulary; a second pass over the scratch file renumbers it by frequency. Memory holds a
+block and the distinct tokens, never the text. The folder gets its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from rankwise.errors import DataError, InvalidValueError
-from rankwise.lab.data.symbols import Array
-from rankwise.lab.data.text import reason
-from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.files import sync
+from rankwise.lab.data.text import Progress, Text, check_digest, reason
+from rankwise.lab.data.vocabulary import Array, Kind, Symbols, Vocabulary, by_frequency, symbols_of
 
 FORMAT = "rankwise-corpus"
 VERSION = 1
 SPLITS = ("train", "valid", "test")
-
 Unit = Literal["character", "word"]
+
+BLOCK_TOKENS = 1024 * 1024
+STALE_SECONDS = 24 * 3600.0
+CORPORA = "corpora"
+MARKER = ".rankwise"
+"""The file by which a folder of prepared corpora is known as one that this program made."""
+UNFINISHED = re.compile(r"\.[\w.-]+-[0-9a-f]{16}\.[0-9a-f]{8}")
+WRONG_FILE = "Fetch it again, or give its path as that of a text of your own."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,3 +102,214 @@ def open_corpus(folder: Path) -> Corpus:
             f"A prepared corpus must be whole, but the one in {folder} is not: {reason(error)}. "
             "Remove the folder; it will be prepared again."
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a corpus is made of, and the rules for making it."""
+
+    name: str
+
+    kind: Kind
+
+    texts: tuple[Text, ...]
+    """Training, validation and test text; or one text, cut by position into 90%, 5% and 5%."""
+
+    min_count: int = 1
+    """Rarer words become `<unk>`."""
+
+    rules: str = ""
+    """Names the version of whatever makes the texts."""
+
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> Unit:
+        return "word" if self.kind == "word" else "character"
+
+    def key(self) -> str:
+        """Tells whether a prepared corpus is still up to date, without reading the text: paths, sizes and times."""
+        files = [(str(text.path.resolve()), _version(text.path)) if text.path else text.label for text in self.texts]
+        return _hash([VERSION, self.name, self.kind, self.min_count, self.rules, files])[:16]
+
+
+def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Corpus:
+    """The corpus of a source: the prepared one in `cache` if it is up to date, otherwise a new one."""
+    slug = re.sub(r"[^\w.-]+", "-", source.name)
+    corpora = cache / CORPORA
+    target = corpora / f"{slug}-{source.key()}"
+    if target.exists():
+        try:
+            return open_corpus(target)
+        except DataError:
+            # prepared again below
+            pass
+    for text in source.texts:
+        if text.path and text.digest:
+            check_digest(text.path, text.digest, WRONG_FILE)
+    unfinished = corpora / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        _make(corpora)
+        _sweep(corpora)
+        unfinished.mkdir()
+        _write(source, unfinished, progress)
+        _put(unfinished, target)
+    except OSError as error:
+        raise DataError(
+            f"The corpus {source.name} must be written whole to {target}, but that failed: {reason(error)}. "
+            "Nothing was kept; free some space or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return open_corpus(target)
+
+
+def _write(source: Source, folder: Path, progress: Progress | None) -> None:
+    symbols = symbols_of(source.kind)
+    scratch = folder / "scratch"
+    ends, digests = _number(source, symbols, scratch, progress)
+    if len(ends) == 1:
+        held_out = ends[0] // 20
+        ends = [ends[0] - 2 * held_out, ends[0] - held_out, ends[0]]
+    ranges = dict(zip(SPLITS, zip([0, *ends], ends, strict=False), strict=True))
+    for place, (split, (start, end)) in enumerate(ranges.items()):
+        if start == end:
+            text = source.texts[min(place, len(source.texts) - 1)]
+            raise DataError(
+                f"Each split of a corpus must hold at least one token, but {split} of {source.name} is empty "
+                f"({text.label} is too short). Give it more text."
+            )
+    counts = {split: _count(scratch, symbols, *limits) for split, limits in ranges.items()}
+    vocabulary, table = by_frequency(
+        source.kind, symbols, counts["train"], sum(counts.values(), np.zeros_like(counts["train"])), source.min_count
+    )
+    for split, (start, end) in ranges.items():
+        with (folder / f"{split}.npy").open("wb") as file:
+            header = {
+                "descr": np.lib.format.dtype_to_descr(table.dtype),
+                "fortran_order": False,
+                "shape": (end - start,),
+            }
+            np.lib.format.write_array_header_1_0(file, header)
+            for numbers in _blocks(scratch, symbols, start, end):
+                _append(file, table[numbers])
+    scratch.unlink()
+    _describe(source, folder, vocabulary, {split: end - start for split, (start, end) in ranges.items()}, digests)
+
+
+def _number(
+    source: Source, symbols: Symbols, scratch: Path, progress: Progress | None
+) -> tuple[list[int], dict[str, str]]:
+    """Write the provisional numbers of all texts; where each text ends, and what it hashes to."""
+    sizes = [text.num_bytes for text in source.texts]
+    total = None if None in sizes else sum(size for size in sizes if size)
+    ends: list[int] = []
+    digests: dict[str, str] = {}
+    num_tokens = num_bytes = 0
+    with scratch.open("wb") as file:
+        for text in source.texts:
+            digest = hashlib.sha256()
+
+            def hashed(text: Text = text, digest: Any = digest) -> Iterator[bytes]:
+                nonlocal num_bytes
+                for block in text.blocks():
+                    digest.update(block)
+                    yield block
+                    num_bytes += len(block)
+                    if progress:
+                        progress(f"preparing {source.name}", num_bytes, total)
+
+            for numbers in symbols.number(Text(label=text.label, blocks=hashed)):
+                _append(file, numbers)
+                num_tokens += len(numbers)
+            ends.append(num_tokens)
+            # without its folder, which is a matter of the machine
+            digests[text.path.name if text.path else text.label] = digest.hexdigest()
+    return ends, digests
+
+
+def _count(scratch: Path, symbols: Symbols, start: int, end: int) -> Array:
+    """How often each provisional number occurs from token `start` to token `end`."""
+    counts = np.zeros(symbols.num_numbers, np.int64)
+    for numbers in _blocks(scratch, symbols, start, end):
+        counts += np.bincount(numbers, minlength=len(counts))
+    return counts
+
+
+def _blocks(scratch: Path, symbols: Symbols, start: int, end: int) -> Iterator[Array]:
+    size = np.dtype(symbols.dtype).itemsize
+    with scratch.open("rb") as file:
+        file.seek(start * size)
+        for first in range(start, end, BLOCK_TOKENS):
+            yield np.frombuffer(file.read(min(BLOCK_TOKENS, end - first) * size), symbols.dtype)
+
+
+def _append(file: BinaryIO, numbers: Array) -> None:
+    # written, not mapped: a full disk then raises, where a mapped page would kill the process
+    file.write(np.ascontiguousarray(numbers).data)
+
+
+def _describe(
+    source: Source, folder: Path, vocabulary: Vocabulary, num_tokens: dict[str, int], digests: dict[str, str]
+) -> None:
+    rules = [VERSION, source.kind, source.min_count, source.rules, num_tokens]
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": source.name,
+        "unit": source.unit,
+        "tokens": num_tokens,
+        "vocabulary": len(vocabulary),
+        "fingerprint": _hash([rules, list(digests.values())]),
+        "provenance": {**source.provenance, "sha256": digests},
+    }
+    (folder / "vocabulary.json").write_text(json.dumps(vocabulary.to_json()), encoding="ascii")
+    (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="ascii")
+    for path in folder.iterdir():
+        sync(path)
+
+
+def _put(finished: Path, target: Path) -> None:
+    """Give a finished folder its name, unless another process has put the same corpus there meanwhile."""
+    try:
+        os.rename(finished, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        try:
+            open_corpus(target)
+        except DataError:
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(finished, target)
+
+
+def _make(corpora: Path) -> None:
+    """Make the folder of prepared corpora, and mark it; one that was there before stays as it is."""
+    corpora.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        corpora.mkdir()
+    except FileExistsError:
+        return
+    (corpora / MARKER).write_text(
+        "Corpora that rankwise prepared. They can be removed at any time.\n", encoding="ascii"
+    )
+
+
+def _sweep(corpora: Path) -> None:
+    """Remove what a preparation that was killed left behind, where nobody else keeps anything."""
+    if not (corpora / MARKER).is_file():
+        return
+    for folder in corpora.iterdir():
+        if not UNFINISHED.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

@@ -1,24 +1,66 @@
-"""Which texts a corpus is made of: the known names, any text file, any folder with three splits."""
+"""Which texts a corpus is made of: the known names, any text file, any folder with three splits.
+
+Two of the known corpora are made here. "pydoc" is English prose that every Python installation has, so that a
+demonstration needs no download: the `pydoc` topics and the docstrings of the standard library, whose sources are
+parsed, not imported. A docstring that occurs twice is taken once. The documents (a topic, or the docstrings of a file)
+are sorted by a hash of their names, so that the three splits are alike. They differ between versions of Python, so the
+version belongs to the record.
+
+"enwik8-words" is the words of enwik8 without its markup; it is neither text8 nor WikiText. The rules, in this order:
+
+1. Only what stands in a `<text>` element counts; redirects do not. Entities are resolved (twice: XML, then HTML).
+2. Comments, `<ref>`, `<math>` and the like go with their contents, other tags without.
+3. Templates (two levels deep) and tables go; so do images, categories and links to other languages.
+4. A link leaves the text it shows; addresses go.
+5. A word is a run of letters or digits, in lower case. Everything else separates words.
+6. A line of text is a line of words; lines without words go.
+"""
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import html
 import os
+import platform
+import re
+import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rankwise.errors import DataError, nearest
 from rankwise.files import cache_folder
-from rankwise.lab.data import embedded, wiki
-from rankwise.lab.data.corpus import SPLITS, Corpus, Unit
-from rankwise.lab.data.fetch import fetch, unpack
-from rankwise.lab.data.prepare import Source, find_prepared, prepare
-from rankwise.lab.data.published import PUBLISHED
-from rankwise.lab.data.text import Progress, text_of
+from rankwise.lab.data.corpus import CORPORA, SPLITS, Corpus, Source, Unit, open_corpus, prepare
+from rankwise.lab.data.download import PUBLISHED, fetch, unpack
+from rankwise.lab.data.text import Progress, Text, read_blocks, text_of
 
 NAMES = ("pydoc", "enwik8", "enwik8-words", "wikitext-2", "wikitext-103")
 
 _ALIASES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 _FORMS = ("{}.txt", "{}.tokens", "wiki.{}.tokens", "wiki.{}.txt")
+PYDOC_RULES = "pydoc 1"
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "__pycache__"}
+WORDS_RULES = "enwik8-words 1"
+WORDS_MIN_COUNT = 5
+
+_TEXT = re.compile(rb"<text[^>]*>(.*?)</text>", re.DOTALL)
+_END = b"</text>"
+_TEMPLATE = (re.compile(r"\{\{[^{}]*\}\}"), " ")
+_MARKUP = (
+    (re.compile(r"<!--.*?-->", re.DOTALL), " "),
+    (re.compile(r"<(ref|math|nowiki|pre|code|gallery|timeline)\b[^>]*(?<!/)>.*?</\1>", re.DOTALL | re.IGNORECASE), " "),
+    (re.compile(r"<[^<>]*>"), " "),
+    _TEMPLATE,
+    _TEMPLATE,
+    (re.compile(r"\{\|.*?\|\}", re.DOTALL), " "),
+    (re.compile(r"\[\[(?:[Ii]mage|[Ff]ile|[Cc]ategory|[a-z-]{2,12}):[^][]*(?:\[\[[^][]*\]\][^][]*)*\]\]"), " "),
+    (re.compile(r"\[\[(?:[^][|]*\|)?([^][|]*)\]\]"), r"\1"),
+    (re.compile(r"\[\w+://\S+([^]]*)\]"), r"\1"),
+    (re.compile(r"\w+://\S+"), " "),
+)
+_WORD = re.compile(r"[^\W_]+")
 
 
 def load_corpus(
@@ -56,18 +98,25 @@ def load_corpus(
 
 def load_prepared(fingerprint: str, *, cache: str | os.PathLike[str] | None = None) -> Corpus | None:
     """The corpus with this fingerprint, where `load_corpus` has prepared it in `cache` before; no text is opened."""
-    return find_prepared(fingerprint, Path(cache) if cache is not None else cache_folder())
+    store = Path(cache) if cache is not None else cache_folder()
+    for about in sorted((store / CORPORA).glob("*/corpus.json")):
+        try:
+            corpus = open_corpus(about.parent)
+        except DataError:
+            continue
+        if corpus.fingerprint == fingerprint:
+            return corpus
+    return None
 
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:
     if name == "pydoc":
-        return Source(
-            name=name,
-            kind="character",
-            texts=(embedded.python_text(),),
-            rules=embedded.RULES,
-            provenance=embedded.provenance(),
-        )
+        provenance = {
+            "source": "pydoc topics and docstrings of the standard library",
+            "python": platform.python_version(),
+            "implementation": platform.python_implementation(),
+        }
+        return Source(name=name, kind="character", texts=(pydoc_text(),), rules=PYDOC_RULES, provenance=provenance)
     archive = name.removesuffix("-words")
     published = PUBLISHED[archive]
     folder = _folder_of(archive, data, store, progress)
@@ -85,9 +134,9 @@ def _named(name: str, data: Path | None, store: Path, progress: Progress | None)
         )
     if name == "enwik8":
         return Source(name=name, kind="byte", texts=(text_of(file, digests[0]),), provenance=provenance)
-    text = wiki.words_of(file, digests[0])
+    text = enwik8_words(file, digests[0])
     return Source(
-        name=name, kind="word", texts=(text,), min_count=wiki.MIN_COUNT, rules=wiki.RULES, provenance=provenance
+        name=name, kind="word", texts=(text,), min_count=WORDS_MIN_COUNT, rules=WORDS_RULES, provenance=provenance
     )
 
 
@@ -148,3 +197,104 @@ def _candidates(folder: Path, split: str) -> Iterator[Path]:
 
 def _first_file(paths: list[Path] | Iterator[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
+
+
+def pydoc_text() -> Text:
+    """The text of this Python; its label says which one."""
+    version = f"{platform.python_implementation()} {platform.python_version()}"
+    return Text(label=f"pydoc topics and docstrings of {version}", blocks=_pydoc_blocks)
+
+
+def _pydoc_blocks() -> Iterator[bytes]:
+    library = Path(sysconfig.get_path("stdlib"))
+    documents = {**_topics(library), **_docstrings(library)}
+    if not documents:
+        raise DataError(
+            f"The corpus pydoc needs the sources of Python's standard library, but {library} holds none. "
+            "Give the path of a text of your own instead."
+        )
+    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        yield (documents[name].strip("\n") + "\n\n").encode("utf-8", "replace")
+
+
+def _topics(library: Path) -> dict[str, str]:
+    """The one literal in `pydoc_data/topics.py`; none where the installation leaves it out."""
+    tree = _parsed(library / "pydoc_data" / "topics.py")
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            return {f"topic {name}": text for name, text in ast.literal_eval(node.value).items()}
+    return {}
+
+
+def _docstrings(library: Path) -> dict[str, str]:
+    documents: dict[str, str] = {}
+    seen: set[str] = set()
+    for path in _sources(library):
+        found = [text for text in dict.fromkeys(_found(_parsed(path))) if text not in seen]
+        seen.update(found)
+        if found:
+            documents[f"module {path.relative_to(library).as_posix()}"] = "\n\n".join(found)
+    return documents
+
+
+def _sources(library: Path) -> Iterator[Path]:
+    for folder, inside, files in os.walk(library):
+        inside[:] = sorted(set(inside) - _LEFT_OUT)
+        yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
+
+
+def _found(tree: ast.Module | None) -> Iterator[str]:
+    """The docstrings of a module, in order. Only statements are followed: no expression holds a docstring."""
+    nodes: list[Any] = [tree] if tree else []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+        for block in ("finalbody", "orelse", "handlers", "body"):
+            inner = getattr(node, block, None)
+            if isinstance(inner, list):
+                nodes.extend(reversed(inner))
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    """A file that cannot be read or parsed has nothing to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return None
+
+
+def enwik8_words(path: Path, digest: str | None = None) -> Text:
+    """The words of a Wikipedia dump, a line of text to a line."""
+    return Text(
+        label=f"the words of {path}",
+        blocks=lambda: _articles(read_blocks(path)),
+        path=path,
+        digest=digest,
+    )
+
+
+def strip_markup(article: str) -> str:
+    """The words of an article: rules 1 (entities) to 6."""
+    if article[:9].lower() == "#redirect":
+        return ""
+    article = html.unescape(html.unescape(article))
+    for pattern, left in _MARKUP:
+        article = pattern.sub(left, article)
+    lines = (" ".join(_WORD.findall(line)) for line in article.lower().split("\n"))
+    return "".join(line + "\n" for line in lines if line)
+
+
+def _articles(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        rest += block
+        cut = rest.rfind(_END) + len(_END)
+        if cut >= len(_END):
+            whole, rest = rest[:cut], rest[cut:]
+            articles = (match[1].decode("utf-8", "replace") for match in _TEXT.finditer(whole))
+            yield "".join(map(strip_markup, articles)).encode()

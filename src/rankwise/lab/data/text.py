@@ -21,13 +21,13 @@ class Text:
     """A text that can be read more than once."""
 
     label: str
-    """Its path, or what it is; for messages and records."""
+    """The path or a description of the text, for messages and records."""
 
     blocks: Callable[[], Iterator[bytes]]
     """Reads it from the start; a block may end inside a word or a character."""
 
     num_bytes: int | None = None
-    """Its length, where that is known before reading."""
+    """The length of the text, where it is known before reading."""
 
     path: Path | None = None
     """The file it comes from, if any."""

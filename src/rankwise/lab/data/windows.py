@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import DataError, InvalidValueError
-from rankwise.lab.data.symbols import Array
+from rankwise.lab.data.vocabulary import Array
 
 IGNORED = -100
 """The target where there is none; torch's losses leave it out by default."""
@@ -50,11 +50,6 @@ class Windows:
     def tokens_per_step(self) -> int:
         return self.batch * self.unroll
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """The least number of steps after which every token has been a target."""
-        return -(-len(self.tokens) // self.tokens_per_step)
-
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, both (B, T) and int64; a target is the token after its input."""
         if step < 0:
@@ -65,7 +60,7 @@ class Windows:
         return _pair(self.tokens[positions])
 
     def most(self, low: int, high: int, *, steps: int, parts: int = 1) -> int:
-        """The most tokens of [low, high) among inputs or targets in any of `parts` of a batch, in so many steps."""
+        """The largest number of tokens in [low, high) among inputs or targets of any part of a batch, over `steps`."""
         num_tokens = len(self.tokens)
         before = np.zeros(num_tokens + 1, np.int32 if num_tokens < 2**31 else np.int64)
         np.cumsum((self.tokens >= low) & (self.tokens < high), out=before[1:])

@@ -6,7 +6,7 @@ import torch
 
 from rankwise.core.budget import count
 from rankwise.deploy.architectures import build
-from rankwise.lab.data.published import PUBLISHED
+from rankwise.lab.data.download import PUBLISHED
 from rankwise.lab.experiments.arms import AnyExperiment
 from rankwise.lab.experiments.config import Experiment
 from rankwise.lab.experiments.glue.presets import outline as glue_outline

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse
-from rankwise.kernels.linear import MULTIPLE, filled_up, half_dtype, product
+from rankwise.kernels.linear import MULTIPLE, half_dtype, padded, product
 from rankwise.modules import is_observed
 
 FEW = 1024
@@ -47,5 +47,5 @@ class _Embedding(torch.autograd.Function):
         index_N, dy_ND = index.flatten(), dy.flatten(0, -2)
         width = -(-ctx.num_words // MULTIPLE) * MULTIPLE
         one_hot_NV = dy.new_zeros(index_N.numel(), width, dtype=ctx.dtype).scatter_(1, index_N[:, None], 1)
-        rows = product(one_hot_NV.t(), filled_up(dy_ND, ctx.dtype))
+        rows = product(one_hot_NV.t(), padded(dy_ND, ctx.dtype))
         return rows[: ctx.num_words, : dy_ND.shape[1]].to(dy.dtype), None, None

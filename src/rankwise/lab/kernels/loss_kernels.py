@@ -1,13 +1,20 @@
-"""The kernels of `loss.py`: a program holds some rows of logits at a time."""
+"""The Triton kernels of `loss.py`: a program holds some rows of logits at a time.
+
+Shapes: N = targets, D = width, V = words, W = words padded.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
+from rankwise.kernels.linear import padded, product
 
 ELEMENTS = 4096
 """Logits that a program holds at a time."""
@@ -16,11 +23,11 @@ PROGRAMS = 512
 
 
 @triton.jit
-def _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS: tl.constexpr):
+def _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored):
     """Log of the softmax of some rows, where the targets are, and which rows count."""
     b_in = (o_n < N)[:, None] & (o_v < V)[None, :]
     b_logits = tl.load(p_logits + o_n[:, None] * W + o_v[None, :], mask=b_in, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if p_bias is not None:
         b_logits += tl.load(p_bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
     b_logits = tl.where((o_v < V)[None, :], b_logits, float("-inf"))
     b_logits -= tl.max(b_logits, 1)[:, None]
@@ -39,7 +46,6 @@ def loss_fwd_kernel(
     V,
     W,
     ignored,
-    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -49,7 +55,7 @@ def loss_fwd_kernel(
     b_count = tl.zeros([BLOCK_N], dtype=tl.float32)
     for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
         o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
-        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored)
         b_found = tl.sum(tl.where(b_is_target, b_log, 0.0), 1)
         b_loss -= tl.where(b_counts, b_found, 0.0)
         b_count += tl.where(b_counts, 1.0, 0.0)
@@ -70,7 +76,6 @@ def loss_bwd_kernel(
     V,
     W,
     ignored,
-    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -81,7 +86,7 @@ def loss_bwd_kernel(
     scale = tl.load(p_dloss).to(tl.float32) / tl.load(p_total + 1)
     for i_n in range(i_program * BLOCK_N, N, num_programs * BLOCK_N):
         o_n = tl.cast(i_n, tl.int64) + tl.arange(0, BLOCK_N)
-        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored, HAS_BIAS)
+        b_log, b_is_target, b_counts = _softmax(p_logits, p_bias, p_targets, o_n, o_v, N, V, W, ignored)
         b_d = (tl.exp(b_log) - tl.where(b_is_target, 1.0, 0.0)) * scale
         b_d = tl.where(b_counts[:, None], b_d, 0.0)
         b_dbias += tl.sum(b_d, 0)
@@ -89,39 +94,52 @@ def loss_bwd_kernel(
     tl.store(p_dbias + i_program * V + o_v, b_dbias, mask=o_v < V)
 
 
-def loss_forward(logits_NW: Tensor, bias_V: Tensor | None, targets_N: Tensor, num_words: int, ignored: int) -> Tensor:
-    """The sum of the losses, and the number of targets that count."""
-    programs, settings = _cut(logits_NW, bias_V)
-    sums = logits_NW.new_empty(2, programs, dtype=torch.float32)
-    given = (logits_NW, sums if bias_V is None else bias_V, targets_N.contiguous(), sums)
-    with on(logits_NW):
-        loss_fwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
-    return sums.sum(1)
+class OutputLoss(torch.autograd.Function):
+    """The mean cross entropy of h W^T + bias over the targets that are not `ignored`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        ignored: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x_ND, w_WD, targets_N = padded(h_ND, dtype), padded(weight_VD, dtype, rows=True), targets_N.contiguous()
+        logits_NW = x_ND @ w_WD.t()
+        programs, blocks = _cut(logits_NW)
+        ctx.sizes, ctx.h_dtype = (len(h_ND), len(weight_VD), len(w_WD), ignored), h_ND.dtype
+        parts = logits_NW.new_empty(2, programs, dtype=torch.float32)
+        with on(logits_NW):
+            loss_fwd_kernel[(programs,)](logits_NW, bias_V, targets_N, parts, *ctx.sizes, **blocks)
+        # the sum of the losses, and the number of targets that count
+        sums = parts.sum(1)
+        ctx.save_for_backward(x_ND, w_WD, bias_V, targets_N, logits_NW, sums)
+        ctx.width = weight_VD.shape[1]
+        return sums[0] / sums[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, w_WD, bias_V, targets_N, logits_NW, sums = ctx.saved_tensors
+        programs, blocks = _cut(logits_NW)
+        num_words = ctx.sizes[1]
+        dlogits_NW = torch.empty_like(logits_NW)
+        dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
+        given = (dloss, sums, logits_NW, bias_V, targets_N, dlogits_NW, dbias)
+        with on(logits_NW):
+            loss_bwd_kernel[(programs,)](*given, *ctx.sizes, **blocks)
+        dh_ND = (dlogits_NW @ w_WD)[:, : ctx.width].to(ctx.h_dtype) if ctx.needs_input_grad[0] else None
+        dweight_VD = product(dlogits_NW.t(), x_ND)[:num_words, : ctx.width]
+        return dh_ND, dweight_VD, None if bias_V is None else dbias.sum(0), None, None, None
 
 
-def loss_backward(
-    dloss: Tensor,
-    sums: Tensor,
-    logits_NW: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    num_words: int,
-    ignored: int,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the logits before the bias, and of the bias."""
-    programs, settings = _cut(logits_NW, bias_V)
-    dlogits_NW = torch.empty_like(logits_NW)
-    dbias = logits_NW.new_empty(programs, num_words, dtype=torch.float32)
-    given = (dloss, sums, logits_NW, dbias if bias_V is None else bias_V, targets_N.contiguous(), dlogits_NW, dbias)
-    with on(logits_NW):
-        loss_bwd_kernel[(programs,)](*given, logits_NW.shape[0], num_words, logits_NW.shape[1], ignored, **settings)
-    return dlogits_NW, dbias.sum(0)
-
-
-def _cut(logits_NW: Tensor, bias_V: Tensor | None) -> tuple[int, dict[str, int]]:
+def _cut(logits_NW: Tensor) -> tuple[int, dict[str, int]]:
     """Programs, and the block of each."""
     num_rows, width = logits_NW.shape
     block_v = triton.next_power_of_2(width)
     block_n = max(1, ELEMENTS // block_v)
     programs = min(PROGRAMS, triton.cdiv(num_rows, block_n))
-    return programs, {"HAS_BIAS": bias_V is not None, "BLOCK_N": block_n, "BLOCK_V": block_v}
+    return programs, {"BLOCK_N": block_n, "BLOCK_V": block_v}

@@ -1,25 +1,27 @@
-"""The kernels of `relu.py`."""
+"""The Triton kernels of `relu.py`: the output holds all that the gradient needs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import on
-from rankwise.lab.kernels.dropout import Dropout
-from rankwise.lab.kernels.dropout_kernels import kept
+from rankwise.lab.kernels.dropout import draw, kept
 
 BLOCK = 2048
-"""Numbers of one program."""
+"""Numbers that one program computes."""
 
 
 @triton.jit
-def relu_fwd_kernel(p_x, p_seed, p_y, dropout, N, DROPS: tl.constexpr, BLOCK: tl.constexpr):
+def relu_fwd_kernel(p_x, p_seed, dropout, p_y, N, BLOCK: tl.constexpr):
     o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_y = tl.maximum(tl.load(p_x + o_n, mask=o_n < N, other=0.0).to(tl.float32), 0.0)
-    if DROPS:
+    if p_seed is not None:
         b_y = tl.where(kept(tl.load(p_seed), o_n, dropout), b_y / (1 - dropout), 0.0)
     tl.store(p_y + o_n, b_y, mask=o_n < N)
 
@@ -33,26 +35,26 @@ def relu_bwd_kernel(p_dy, p_y, p_dx, dropout, N, BLOCK: tl.constexpr):
     tl.store(p_dx + o_n, tl.where(b_y > 0, b_dy / (1 - dropout), 0.0), mask=o_n < N)
 
 
-def relu_forward(x: Tensor, dropout: Dropout | None) -> Tensor:
+class ReluDropout(torch.autograd.Function):
     """dropout(relu(x))."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    with on(x):
-        relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x,
-            x if dropout is None else dropout.seed,
-            y,
-            0.0 if dropout is None else dropout.rate,
-            x.numel(),
-            DROPS=dropout is not None,
-            BLOCK=BLOCK,
-        )
-    return y
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        with on(x):
+            relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, *draw(dropout, x.device), y, x.numel(), BLOCK=BLOCK)
+        ctx.dropout = dropout
+        ctx.save_for_backward(y)
+        return y
 
-def relu_backward(dy: Tensor, y: Tensor, dropout: float) -> Tensor:
-    """The gradient of x."""
-    dx = torch.empty_like(y)
-    with on(y):
-        relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](dy.contiguous(), y, dx, dropout, y.numel(), BLOCK=BLOCK)
-    return dx
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        dx = torch.empty_like(y)
+        with on(y):
+            relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                dy.contiguous(), y, dx, ctx.dropout, y.numel(), BLOCK=BLOCK
+            )
+        return dx, None

@@ -114,9 +114,9 @@ class WordSplit:
 
     words_B: Tensor
     order_P: Tensor
-    """Positions in the flat batch, those of cluster 0 first; N, the one behind the last, where there is no word."""
+    """Positions in the flat batch, those of cluster 0 first; N where there is no word (padding)."""
     within_P: Tensor
-    """Which word of its cluster each is, in that order."""
+    """The index of each word in its cluster, in the same order."""
     counts: list[int]
     """Places of each cluster."""
 
@@ -135,9 +135,9 @@ class WordSplit:
         return WordSplit(words_B, order_P, within_P, self.counts)
 
     def padded(self, counts: Sequence[int]) -> WordSplit:
-        """The same words in so many places of each cluster, so that shapes do not depend on the words.
+        """The same words with `counts` places in each cluster, so that shapes do not depend on the words.
 
-        A place without a word holds the first one of its cluster, and has no part in any result or gradient.
+        A place without a word holds the first word of its cluster, and adds nothing to any result or gradient.
         """
         missing = [places - count for places, count in zip(counts, self.counts, strict=True)]
         if min(missing) < 0:
@@ -187,7 +187,7 @@ class AdaptiveEmbedding(nn.Module):
         )
 
     def for_export(self) -> nn.Module:
-        """The same table as engines can run it, on the same weights."""
+        """The same embedding, on the same weights, in a form that other engines can run."""
         return MaskedClusters(self)
 
     def forward(self, words: Tensor | WordSplit) -> Tensor:
@@ -277,7 +277,7 @@ class AdaptiveSoftmax(nn.Module):
             num_frequent, *counts = split.counts
             order_T = split.order_P[num_frequent:]
             num_rows = len(h_ND)
-            # where there is no word, any row is read, and the answer put behind the last
+            # padding reads any row, and its loss goes to an extra row that is cut off
             h_TD = h_ND.index_select(0, order_T.clamp(max=num_rows - 1))
             parts = zip(tails, torch.split(h_TD, counts), split.within[1:], strict=True)
             nll_T = torch.cat([_cross_entropy(tail(h), words) for tail, h, words in parts])

@@ -29,7 +29,7 @@ from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
 from rankwise.lab.kernels import embedding, norm
-from rankwise.lab.kernels.sru import projected, reference, sru
+from rankwise.lab.kernels.sru import cpu, reference, sru
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import LowRankLinear, is_observed, pair_of
 
@@ -110,14 +110,14 @@ class SRULayer(nn.Module):
             self.norm.reset_parameters()
 
     def for_export(self) -> nn.Module:
-        """The same layer as engines can run it, on the same weights."""
+        """The same layer, on the same weights, in a form that other engines can run."""
         made = UnrolledSRULayer.__new__(UnrolledSRULayer)
         made.__dict__ = dict(self.__dict__)
         return made
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, B, D) and the state after the last step (B, D), from the state before the first (None: zero)."""
-        taken = None if self.training and self.dropout > 0 else projected.take_last(self.projection, x_TBN)
+        taken = None if self.training and self.dropout > 0 else cpu.split_projection(self.projection, x_TBN)
         if taken is None:
             return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
         before, last = taken
@@ -125,7 +125,7 @@ class SRULayer(nn.Module):
         for factor in before:
             y = linear.call(factor, y)
         c0_BD = x_TBN.new_zeros(x_TBN.shape[1], self.width) if c0_BD is None else c0_BD
-        return projected.sru(y, last, *self._given(x_TBN, c0_BD), self.scale)
+        return cpu.projected_sru(y, last, *self._given(x_TBN, c0_BD), self.scale)
 
     def project(self, x_TBN: Tensor) -> Tensor:
         """u = W norm(x), (T, B, K D)."""
@@ -148,7 +148,7 @@ class SRULayer(nn.Module):
         return highway_TBN, self.weight_c.view(2, self.width), self.bias.view(2, self.width), c0_BD
 
     def is_observed(self) -> bool:
-        """Whether someone waits for this layer, or its norm, to be called."""
+        """Whether a hook waits for this layer, or its norm, to be called."""
         return is_observed(self) or (self.norm is not None and is_observed(self.norm))
 
     def extra_repr(self) -> str:
@@ -202,7 +202,7 @@ class SRU(nn.Module):
     def forward(self, x_TBN: Tensor, state_LBD: Tensor | None = None, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
         """Outputs of the last layer (T, B, D), and the state of every layer after the last step (L, B, D).
 
-        `dropout` is that of the outputs.
+        `dropout` is the rate for the outputs.
         """
         if state_LBD is not None and state_LBD.shape[0] != len(self.layers):
             raise InvalidValueError(
@@ -219,7 +219,7 @@ class SRU(nn.Module):
         return F.dropout(h, dropout) if dropout else h, torch.stack(states)
 
     def _fused(self, x_TBN: Tensor, starts: Sequence[Tensor | None], dropout: float) -> tuple[Tensor, Tensor]:
-        """The same, with every norm folded into the pair after it, and dropout and sums of gradients into kernels."""
+        """The same, with norms folded into the pairs after them, and dropout and sums of gradients into kernels."""
         from rankwise.lab.kernels.sru.layer import Rows, normed_product, recurrence
 
         layers = self._layers()
@@ -242,7 +242,7 @@ class SRU(nn.Module):
         return h, torch.stack(states)
 
     def _draw_masks(self, x_TBN: Tensor) -> list[Tensor | None]:
-        """The dropout masks of all layers but the last at once, where they are alike; otherwise each draws its own."""
+        """The dropout masks of all layers except the last in one draw, if their rates are equal; else None for each."""
         *layers, last = self._layers()
         rates = {layer.dropout if layer.training else 0.0 for layer in layers}
         if len(rates) != 1 or rates == {0.0} or last.dropout:
@@ -267,9 +267,9 @@ class SRUConfig:
     num_layers: int
     """L."""
     rank: int | None = None
-    """Of the low-rank pairs in layers 2, 3, ...; None for plain matrices."""
+    """The rank of the low-rank pairs in layers 2, 3, ...; None for plain matrices."""
     first_rank: int | None = None
-    """Of the first layer. The paper's enwik8 model leaves it plain; its WikiText-103 model has 512 there too."""
+    """The rank of the first layer. The paper's enwik8 model leaves it plain; its WikiText-103 model has 512."""
     highway_bias: float = -3.0
     """Start of the reset gate's bias."""
     layer_norm: bool = False
@@ -277,9 +277,9 @@ class SRUConfig:
     rescale: bool = False
     """Rescale the highway; see `SRULayer`."""
     dropout: float = 0.1
-    """Of the embedding, of each layer but the last, and of the output."""
+    """The dropout rate of the embedding, of each layer except the last, and of the output."""
     clusters: Clusters | None = None
-    """Of an adaptive embedding and softmax; None for plain ones."""
+    """The clusters of an adaptive embedding and softmax; None for plain ones."""
 
     def __post_init__(self) -> None:
         if isinstance(self.clusters, Mapping):
@@ -350,7 +350,7 @@ class SRULanguageModel(nn.Module):
         return h_TBD.transpose(0, 1), state_LBD
 
     def _is_observed(self) -> bool:
-        """Whether someone waits for the embedding, or its dropout, to be called."""
+        """Whether a hook waits for the embedding, or its dropout, to be called."""
         return is_observed(self.embedding) or is_observed(self.dropout)
 
 
@@ -366,7 +366,7 @@ def _plain_embedding(config: SRUConfig) -> nn.Embedding:
 
 
 def _plain_output(config: SRUConfig) -> nn.Linear:
-    """As the paper's code: weight U(-sqrt(3 / V), sqrt(3 / V)), bias zero."""
+    """Initialized as in the paper's code: weight U(-sqrt(3 / V), sqrt(3 / V)), bias zero."""
     module = nn.Linear(config.width, config.num_words)
     bound = math.sqrt(3 / config.num_words)
     nn.init.uniform_(module.weight, -bound, bound)

@@ -4,7 +4,7 @@
     logits_BTV = stream.feed(prompt_BT)
     logits_BTV = stream.feed(next_B1)
 
-The logits are those of `model(tokens, state)` with the state carried along. What that call would compute anew for a
+The logits are those of `model(tokens, state)` with the state carried along. What that call would compute again for a
 Transformer-XL, the keys and values of remembered tokens and the projections of distances, is computed once.
 
 Shapes: those of `transformer_xl.py`.
@@ -101,14 +101,14 @@ class _TransformerXLStream(Stream):
 
 
 class _Remembered:
-    """Keys and values of one layer: new ones are written behind the old ones, all of which move only now and then."""
+    """Keys and values of one layer, in a buffer with spare room: old ones are copied only when it is full."""
 
     def __init__(self) -> None:
         self.room: Tensor | None = None
         self.start = self.stop = 0
 
     def add(self, kv_BTA: Tensor, limit: int) -> Tensor:
-        """Those of the last `limit` tokens and then the new ones, (B, S, 2 A)."""
+        """Append new keys and values; those of the last `limit` tokens before them and the new ones, (B, S, 2 A)."""
         size_B, size_T, width = kv_BTA.shape
         kept = min(self.stop - self.start, limit)
         self.start = self.stop - kept

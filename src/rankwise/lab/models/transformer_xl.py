@@ -62,9 +62,9 @@ class TransformerXLConfig:
     pre_norm: bool = False
     """Normalize what a block reads, not the sum it leaves."""
     dropout: float = 0.1
-    """Of embeddings, of what blocks add, inside feed-forward blocks, and of the output."""
+    """The dropout rate of embeddings, of what blocks add, inside feed-forward blocks, and of the output."""
     attention_dropout: float = 0.0
-    """Of attention's probabilities."""
+    """The dropout rate of attention probabilities."""
     memory_length: int = 512
     """Positions before a window that it can attend to."""
     same_length: bool = False
@@ -93,7 +93,7 @@ class TransformerXLConfig:
 
 @dataclass(frozen=True)
 class Positions:
-    """What all layers share of a segment: distances from S down to 0, in the order of columns of `scores_BHTL`."""
+    """What all layers share: distances from S down to 0, in the order of the columns of `scores_BHTL`."""
 
     sinusoid_LD: Tensor
     mask_TL: Tensor
@@ -113,7 +113,7 @@ class RelativeAttention(nn.Module):
         self.head_width = config.head_width
         self.dropout = config.attention_dropout
         self.inference_dtype: torch.dtype | None = None
-        """That queries, keys and values are multiplied in on a CPU without gradients; None: their own."""
+        """The dtype in which queries, keys and values are multiplied for inference on a CPU; None for their own."""
         width_A = config.num_heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * width_A, bias=False)
         self.position = nn.Linear(config.width, width_A, bias=False)
@@ -158,7 +158,7 @@ class RelativeAttention(nn.Module):
         return fits(self.head_width)
 
     def _fused(self, qkv_BSA: Tensor, positions: Positions) -> Tensor:
-        """The same by kernels that make scores and softmax on the way, and take no distance beyond the first key."""
+        """The same by Triton kernels, which never store the softmax and read no distance beyond the first key."""
         from rankwise.lab.kernels.relative_attention.triton import relative_attention
 
         y_BTHE = relative_attention(
@@ -180,7 +180,7 @@ class RelativeAttention(nn.Module):
         r_LHE: Tensor,
         reach: int | None,
     ) -> Tensor:
-        """What the queries find, (B, T, A), by the kernel for inference on a CPU."""
+        """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
         y_BTHE = cpu.relative_attention(content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE, reach, self.inference_dtype)
         return y_BTHE.flatten(2)
 
@@ -238,7 +238,7 @@ class TransformerXL(nn.Module):
         self.layers = nn.ModuleList(TransformerXLLayer(config) for _ in range(config.num_layers))
         self.head = nn.Linear(config.width, config.num_words)
         self.dropout = nn.Dropout(config.dropout)
-        # vectors, for they are no matrices: u and v of all heads
+        # u and v of all heads, as vectors: they are not matrices to prune
         self.content_bias = nn.Parameter(torch.empty(config.num_heads * config.head_width))
         self.position_bias = nn.Parameter(torch.empty(config.num_heads * config.head_width))
         self.head.weight = self.embedding.weight
@@ -301,7 +301,7 @@ class TransformerXL(nn.Module):
         return sinusoid(distance_L.to(torch.promote_types(dtype, torch.float32)), self.config.width).to(dtype)
 
     def _num_remembered(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None) -> int:
-        """M, of inputs that fit."""
+        """The length M of the memory; refuses tokens and memory whose shapes do not fit together."""
         if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
             raise InvalidValueError(
                 f"`tokens_BT` must be of shape (batch, time), time at least 1, but is {tuple(tokens_BT.shape)} instead."

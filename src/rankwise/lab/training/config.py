@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankwise.errors import InvalidValueError
-from rankwise.lab.data.symbols import Array
+from rankwise.lab.data.vocabulary import Array
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.training.schedules import SCHEDULES
 

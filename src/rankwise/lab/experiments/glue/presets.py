@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from rankwise.core.budget import Budget
 from rankwise.distill import Distillation
-from rankwise.lab.data.glue.archives import ARCHIVES
+from rankwise.lab.data.glue.read import ARCHIVES
 from rankwise.lab.data.glue.tasks import task_named
 from rankwise.lab.experiments.glue.config import EncoderConfig, GlueExperiment
 from rankwise.lab.experiments.sizes import Outline

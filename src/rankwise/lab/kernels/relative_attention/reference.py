@@ -1,4 +1,4 @@
-"""Relative attention in plain PyTorch: the truth that the fused kernels are measured against.
+"""Relative attention in plain PyTorch, which the fused kernels are tested against.
 
 Query i of a segment of T (position M + i of S = M + T) attends to key j <= M + i, at the distance d = M + i - j:
 

@@ -25,7 +25,7 @@ from rankwise.lab.kernels.relative_attention.triton_kernels import (
 
 
 class Launch(NamedTuple):
-    """How a kernel is cut into programs."""
+    """The blocks, warps and pipeline stages of a kernel."""
 
     block_t: int
     block_s: int
@@ -37,11 +37,11 @@ FORWARD, BACKWARD = Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)
 """`benchmarks/lm_speed.py kernels` compares others: the forward pass is fastest so on an H200 (22 x 8 heads of 64, 512
 queries, 1024 keys), and the backward pass was before it wrote the gradients of scores too."""
 ROWS = 64
-"""Rows of one program that sums up dy y."""
+"""How many rows one program of `row_products` holds."""
 
 
 def fits(head_width: int) -> bool:
-    """Whether the kernels are made for such heads."""
+    """Whether the kernels can run heads of this width."""
     return 16 <= head_width <= 128 and head_width & (head_width - 1) == 0
 
 
@@ -116,9 +116,8 @@ def forward(
     with on(qkv_BSJHE):
         attention_fwd_kernel[(triton.cdiv(num_queries, launch.block_t), size_B * size_H)](
             *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
-            y_BTHE,
-            lse_BHT,
-            **_constants(width, window, launch),
+            *(y_BTHE, lse_BHT),
+            **_constants(width, launch),
         )
     return y_BTHE, lse_BHT
 
@@ -152,13 +151,8 @@ def backward(
     with on(dy_BTHE):
         attention_bwd_kernel[(triton.cdiv(num_keys, launch.block_s), size_B * size_H)](
             *_inputs(qkv_BSJHE, content_bias_HE, scores_HNS, num_queries, window),
-            dy_BTHE,
-            lse_BHT,
-            delta_BHT,
-            dqkv_BSJHE,
-            dscores_HNS,
-            dby_key_BHTS,
-            **_constants(width, window, launch),
+            *(dy_BTHE, lse_BHT, delta_BHT, dqkv_BSJHE, dscores_HNS, dby_key_BHTS),
+            **_constants(width, launch),
         )
     return dqkv_BSJHE, dscores_HNS, dby_key_BHTS
 
@@ -172,16 +166,8 @@ def merge(dcontent_BHTE: Tensor, dposition_HNE: Tensor, dqkv_BSJHE: Tensor, scal
     sums = dqkv_BSJHE.new_empty(2, programs, size_A, dtype=torch.float32)
     with on(dqkv_BSJHE):
         attention_merge_kernel[(programs,)](
-            dcontent_BHTE.contiguous(),
-            dposition_HNE,
-            dqkv_BSJHE,
-            sums,
-            scale,
-            size_B,
-            num_queries,
-            num_keys,
-            size_H,
-            E=width,
+            *(dcontent_BHTE.contiguous(), dposition_HNE, dqkv_BSJHE, sums, scale),
+            *(size_B, num_queries, num_keys, size_H, width),
             num_warps=8,
             **blocks,
         )
@@ -191,27 +177,12 @@ def merge(dcontent_BHTE: Tensor, dposition_HNE: Tensor, dqkv_BSJHE: Tensor, scal
 def _inputs(
     qkv_BSJHE: Tensor, content_bias_HE: Tensor, scores_HNS: Tensor, num_queries: int, window: int | None
 ) -> tuple[Any, ...]:
-    """What all kernels read."""
+    """The first arguments of the forward and the backward kernel."""
     size_B, num_keys, _, size_H, width = qkv_BSJHE.shape
-    return (
-        qkv_BSJHE,
-        content_bias_HE.contiguous(),
-        scores_HNS,
-        size_B,
-        num_queries,
-        num_keys,
-        size_H,
-        0 if window is None else window,
-        1 / math.sqrt(width),
-    )
+    sizes = (size_B, num_queries, num_keys, size_H)
+    return qkv_BSJHE, content_bias_HE.contiguous(), scores_HNS, *sizes, window, 1 / math.sqrt(width)
 
 
-def _constants(width: int, window: int | None, launch: Launch) -> dict[str, Any]:
-    return {
-        "E": width,
-        "HAS_WINDOW": window is not None,
-        "BLOCK_T": launch.block_t,
-        "BLOCK_S": launch.block_s,
-        "STAGES": launch.stages,
-        "num_warps": launch.num_warps,
-    }
+def _constants(width: int, launch: Launch) -> dict[str, Any]:
+    blocks = {"BLOCK_T": launch.block_t, "BLOCK_S": launch.block_s, "STAGES": launch.stages}
+    return {"E": width, **blocks, "num_warps": launch.num_warps}

@@ -32,11 +32,11 @@ def _load_queries(p_q, p_bias, o_t, o_e, stride, T):
 
 
 @triton.jit
-def _seen(o_t, o_s, T, S, window, HAS_WINDOW: tl.constexpr):
+def _seen(o_t, o_s, T, S, window):
     """Whether query o_t attends to key o_s."""
     o_distance = (S - T) + o_t[:, None] - o_s[None, :]
     b_seen = (o_t < T)[:, None] & (o_distance >= 0)
-    if HAS_WINDOW:
+    if window is not None:
         b_seen = b_seen & (o_distance < window)
     return b_seen
 
@@ -53,14 +53,14 @@ def _scores(b_q, b_k, p_places, o_s, b_seen, MASKED: tl.constexpr):
 
 @triton.jit
 def _places(p_scores, o_t, T, S):
-    """Where scores by distance lie for key 0, by query; beyond the last query those of the last."""
+    """Pointers to the scores by distance for key 0, by query; rows beyond the last query repeat the last."""
     return p_scores + (tl.minimum(o_t, T - 1) * (S - 1) + (T - 1))[:, None]
 
 
 @triton.jit
-def _num_whole(T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _num_whole(T, S, window, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
     """Keys, in whole blocks, that every query of this program sees: no mask is needed for them."""
-    if HAS_WINDOW:
+    if window is not None:
         return 0
     else:
         return (S - T + tl.program_id(0) * BLOCK_T + 1) // BLOCK_S * BLOCK_S
@@ -98,20 +98,19 @@ def _attend(
     window,
     E: tl.constexpr,
     MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Take one block of keys into the softmax: its largest score so far, its sum, and the sum of values."""
     o_s = i_s + tl.arange(0, BLOCK_S)
     b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
     b_v = _load_rows(p_v, o_s, o_e, 3 * H * E, S)
-    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
+    b_seen = _seen(o_t, o_s, T, S, window)
     b_s = _scores(b_q, b_k, p_places, o_s, b_seen, MASKED)
     if MASKED:
         b_s = tl.where(b_seen, b_s, -1e30)
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     b_p = tl.exp2(b_s * (scale * LOG2_E) - (b_new * (scale * LOG2_E))[:, None])
-    if HAS_WINDOW:
+    if window is not None:
         # a block may hide every key from a query, and then all its scores are the same
         b_p = tl.where(b_seen, b_p, 0.0)
     b_less = tl.exp2((b_max - b_new) * (scale * LOG2_E))
@@ -134,7 +133,6 @@ def attention_fwd_kernel(
     p_y,
     p_lse,
     E: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
@@ -150,32 +148,14 @@ def attention_fwd_kernel(
     b_sum = tl.zeros([BLOCK_T], dtype=tl.float32)
     b_y = tl.zeros([BLOCK_T, E], dtype=tl.float32)
     last = tl.minimum(S, S - T + (tl.program_id(0) + 1) * BLOCK_T)
-    whole = _num_whole(T, S, BLOCK_T, BLOCK_S, HAS_WINDOW)
+    whole = _num_whole(T, S, window, BLOCK_T, BLOCK_S)
     for i_s in tl.range(0, whole, BLOCK_S, num_stages=STAGES):
         b_max, b_sum, b_y = _attend(
-            b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, window, E, False, False, BLOCK_S
+            b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, None, E, False, BLOCK_S
         )
     for i_s in tl.range(whole, last, BLOCK_S, num_stages=STAGES):
         b_max, b_sum, b_y = _attend(
-            b_q,
-            p_k,
-            p_v,
-            p_places,
-            i_s,
-            o_t,
-            o_e,
-            b_max,
-            b_sum,
-            b_y,
-            scale,
-            T,
-            S,
-            H,
-            window,
-            E,
-            True,
-            HAS_WINDOW,
-            BLOCK_S,
+            b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, window, E, True, BLOCK_S
         )
     # rows beyond the last query have seen nothing
     b_sum = tl.where(o_t < T, b_sum, 1.0)
@@ -230,7 +210,6 @@ def _slope_of_keys(
     window,
     E: tl.constexpr,
     MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Add what one block of queries says of keys and values, and write the gradient of scores: by distance, by key."""
@@ -240,7 +219,7 @@ def _slope_of_keys(
     # beyond the last query nothing is open
     b_lse = tl.load(p_lse + o_t, mask=o_t < T, other=1e30)
     b_delta = tl.load(p_delta + o_t, mask=o_t < T, other=0.0)
-    b_seen = _seen(o_t, o_s, T, S, window, HAS_WINDOW)
+    b_seen = _seen(o_t, o_s, T, S, window)
     p_places = _places(p_scores, o_t, T, S)
     b_p, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
     b_ds = b_ds.to(b_q.dtype)
@@ -248,7 +227,7 @@ def _slope_of_keys(
     tl.store(p_dby_key + o_t[:, None] * S + o_s[None, :], b_ds, mask=b_stored)
     if MASKED:
         # also where a window hides a key: the place is one of this row
-        b_stored = _seen(o_t, o_s, T, S, window, False)
+        b_stored = _seen(o_t, o_s, T, S, None)
     tl.store(_places(p_dscores, o_t, T, S) + o_s[None, :], b_ds, mask=b_stored)
     b_dv += _dot(tl.trans(b_p.to(b_dy.dtype)), b_dy)
     b_dk += _dot(tl.trans(b_ds), b_q)
@@ -273,7 +252,6 @@ def attention_bwd_kernel(
     p_dscores,
     p_dby_key,
     E: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
@@ -296,7 +274,7 @@ def attention_bwd_kernel(
     i_s = tl.program_id(0) * BLOCK_S
     first = tl.maximum(i_s - (S - T), 0) // BLOCK_T * BLOCK_T
     whole = tl.minimum(tl.cdiv(tl.maximum(i_s + BLOCK_S - 1 - (S - T), 0), BLOCK_T) * BLOCK_T, T)
-    if HAS_WINDOW or i_s + BLOCK_S > S:
+    if window is not None or i_s + BLOCK_S > S:
         whole = tl.cdiv(T, BLOCK_T) * BLOCK_T
     b_zero = tl.zeros([BLOCK_T, BLOCK_S], dtype=b_k.dtype)
     for i_t in range(0, first, BLOCK_T):
@@ -310,12 +288,12 @@ def attention_bwd_kernel(
     for i_t in tl.range(first, whole, BLOCK_T, num_stages=STAGES):
         b_dk, b_dv = _slope_of_keys(
             b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
-            i_t, o_s, o_e, scale, T, S, H, window, E, True, HAS_WINDOW, BLOCK_T,
+            i_t, o_s, o_e, scale, T, S, H, window, E, True, BLOCK_T,
         )  # fmt: skip
     for i_t in tl.range(whole, T, BLOCK_T, num_stages=STAGES):
         b_dk, b_dv = _slope_of_keys(
             b_k, b_v, b_dk, b_dv, p_q, p_bias + i_h * E, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
-            i_t, o_s, o_e, scale, T, S, H, window, E, False, False, BLOCK_T,
+            i_t, o_s, o_e, scale, T, S, H, None, E, False, BLOCK_T,
         )  # fmt: skip
     b_dk *= scale
     _, p_dk, p_dv = _heads_of(p_dqkv, i_b, i_h, T, S, H, E)
@@ -346,7 +324,7 @@ def attention_merge_kernel(
     o_b, o_t = o_n // S, o_n % S - (S - T)
     b_in = (o_n < B * S)[:, None] & (o_a < A)[None, :]
     b_query = b_in & (o_t >= 0)[:, None]
-    # parts lie by head and by query
+    # both parts are stored by head and by query
     o_content = ((o_b[:, None] * H + (o_a // E)[None, :]) * T + o_t[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
     o_position = ((o_a // E)[None, :] * (B * T) + (o_b * T + o_t)[:, None]).to(tl.int64) * E + (o_a % E)[None, :]
     b_dcontent = tl.load(p_dcontent + o_content, mask=b_query, other=0.0).to(tl.float32) * scale

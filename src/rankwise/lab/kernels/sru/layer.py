@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rankwise.lab.kernels.dropout import draw
-from rankwise.lab.kernels.normed_pair.triton import normed_pair, row_stats
+from rankwise.lab.kernels.normed_pair import normed_pair, row_stats
 from rankwise.lab.kernels.sru.triton import Arrivals, backward, forward
 from rankwise.modules import Pair
 
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     """The output of a layer for a product that is normalized by row."""
 
     h_TBD: Tensor
-    """In the memory of the output itself, with a gradient of its own."""
+    """The output itself, sharing its memory, with a separate gradient."""
     rstd_TB: Tensor
     """1 / sigma of each row."""
 
@@ -43,8 +43,8 @@ def recurrence(
     """Outputs and last state of `reference.sru`, and between them the outputs as rows for the next layer.
 
     Args:
-        eps: of the layer norm that comes next; None where there is none, and then there are no rows.
-        dropout: of the outputs; not with `eps`.
+        eps: that of the layer norm that comes next; None without one, and then there are no rows.
+        dropout: the dropout rate of the outputs; not with `eps`.
     """
     h_TBD, same_TBD, rstd_TB, c_BD = _Recurrence.apply(  # type: ignore[no-untyped-call]
         u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD, scale, eps, dropout
@@ -117,8 +117,8 @@ class _Recurrence(torch.autograd.Function):
         return (
             found.du_TBKD,
             found.dx_TBD,
-            found.dweight_c_GD.to(weight_c_GD.dtype),
-            found.dbias_GD.to(bias_GD.dtype),
+            found.dgates_4D[:2].to(weight_c_GD.dtype),
+            found.dgates_4D[2:].to(bias_GD.dtype),
             found.dc0_BD.to(ctx.c0_dtype),
             found.dmask_BD,
             None,

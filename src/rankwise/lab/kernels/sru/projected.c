@@ -1,4 +1,4 @@
-/* The last product before the recurrence and the recurrence itself, for inference; `projected.py` calls it.
+/* The last product before the recurrence and the recurrence itself, for inference; `cpu.py` calls it.
 
    A task is a panel of neighbouring units: their rows of the matrix are laid out once, then u is made for some steps of
    one sequence and used at once, while it is in the L2 cache; u as a whole, by far the largest tensor of a layer, is

@@ -1,4 +1,4 @@
-"""The recurrence of the simple recurrent unit (SRU) in plain PyTorch: the truth that fast kernels are measured against.
+"""The recurrence of the simple recurrent unit (SRU) in plain PyTorch, which fast kernels are tested against.
 
 With W x_t = (v_t, p_t, q_t) from one large matrix product outside, one step is elementwise (Lei et al. 2018, "Simple
 Recurrent Units for Highly Parallelizable Recurrence"):

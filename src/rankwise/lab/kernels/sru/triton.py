@@ -1,6 +1,10 @@
 """The SRU recurrence in Triton, for GPUs: `reference.sru`, and its parts for layers that are fused further.
 
-Shapes as in `reference.py`; the kernels are in `triton_kernels.py`, their gradients in README.md.
+One program walks a block of units of one sequence through time. Letters and shapes are those of `reference.py`;
+README.md derives the gradients and counts the bytes. What is kept for the backward pass is the state before each step,
+in the dtype of u; gates are computed again. Each number is read and written once, and memory is the limit: loads run
+some steps ahead of their use, by Triton's own pipeline (`num_stages`). A pointer that is None is an input or output
+that does not exist.
 """
 
 from __future__ import annotations
@@ -9,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.device import on
 from rankwise.kernels.linear_kernels import stack_sums
-from rankwise.lab.kernels.dropout import Dropout
-from rankwise.lab.kernels.sru import reference
-from rankwise.lab.kernels.sru.triton_kernels import sru_bwd_kernel, sru_fwd_kernel
+from rankwise.lab.kernels.dropout import NO_DROPOUT, Dropout, kept
+from rankwise.lab.kernels.sru import reference, register_operator
 
 
 class Launch(NamedTuple):
@@ -49,14 +53,208 @@ class Arrivals(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the inputs; None where there was no such input."""
+    """The gradients of the inputs; None where there was no such input."""
 
     du_TBKD: Tensor
     dx_TBD: Tensor | None
-    dweight_c_GD: Tensor
-    dbias_GD: Tensor
+    dgates_4D: Tensor
+    """The gradients of weight_c and of bias, in float32."""
     dc0_BD: Tensor
     dmask_BD: Tensor | None
+
+
+@triton.jit
+def _row(i_t, B):
+    """The number of this sequence's row at step i_t; a long text has more numbers than an int32 counts."""
+    return tl.cast(i_t, tl.int64) * B + tl.program_id(1)
+
+
+@triton.jit
+def _load_block(p_row, o_d, b_in):
+    """One block of a row, in float32."""
+    return tl.load(p_row + o_d, mask=b_in, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_step(p_u, p_x, i_row, o_d, b_in, D, K: tl.constexpr):
+    """v, p, q and the highway of one step, in the dtype of u."""
+    p_u += i_row * K * D
+    b_v = tl.load(p_u + o_d, mask=b_in, other=0.0)
+    b_p = tl.load(p_u + D + o_d, mask=b_in, other=0.0)
+    b_q = tl.load(p_u + 2 * D + o_d, mask=b_in, other=0.0)
+    b_x = tl.load((p_u + 3 * D if K == 4 else p_x + i_row * D) + o_d, mask=b_in, other=0.0)
+    return b_v, b_p, b_q, b_x
+
+
+@triton.jit
+def sru_fwd_kernel(
+    p_u,
+    p_x,
+    p_weight_c,
+    p_bias,
+    p_c0,
+    p_mask,
+    p_seed,
+    dropout,
+    p_h,
+    p_states,
+    p_c,
+    scale,
+    T,
+    B,
+    D,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i_d, i_b = tl.program_id(0), tl.program_id(1)
+    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_in = o_d < D
+    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
+    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
+    b_c = _load_block(p_c0 + i_b * D, o_d, b_in)
+    b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_c
+    seed = tl.load(p_seed) if p_seed is not None else 0
+
+    for i_t in tl.range(0, T, num_stages=STAGES):
+        i_row = _row(i_t, B)
+        b_v, b_p, b_q, b_x = _load_step(p_u, p_x, i_row, o_d, b_in, D, K)
+        if p_states is not None:
+            tl.store(p_states + i_row * D + o_d, b_c, mask=b_in)
+        b_highway = b_x.to(tl.float32)
+        if K == 3:
+            b_highway *= scale
+        b_value = b_v.to(tl.float32)
+        b_f = tl.sigmoid(b_p.to(tl.float32) + b_wf * b_c + b_bf)
+        b_r = tl.sigmoid(b_q.to(tl.float32) + b_wr * b_c + b_br)
+        b_c = b_value + b_f * (b_c - b_value)
+        if p_mask is not None:
+            b_r *= b_m
+        b_h = b_highway + b_r * (b_c - b_highway)
+        if p_seed is not None:
+            b_h = tl.where(kept(seed, (i_t * B + i_b) * D + o_d, dropout), b_h / (1 - dropout), 0.0)
+        tl.store(p_h + i_row * D + o_d, b_h, mask=b_in)
+    tl.store(p_c + i_b * D + o_d, b_c, mask=b_in)
+
+
+@triton.jit
+def _load_gradient(p_states, p_dh, p_dh_product, i_row, o_d, b_in, D):
+    """The state before one step, and what reaches its output: from the highway of the next layer, and its product."""
+    b_c = tl.load(p_states + i_row * D + o_d, mask=b_in, other=0.0)
+    b_dh = tl.load(p_dh + i_row * D + o_d, mask=b_in, other=0.0)
+    b_product = b_dh
+    if p_dh_product is not None:
+        b_product = tl.load(p_dh_product + i_row * D + o_d, mask=b_in, other=0.0)
+    return b_c, b_dh, b_product
+
+
+@triton.jit
+def _load_row(p_drstd, p_rstd, p_mean, i_row, D):
+    """The slope of 1 / sigma by h - mean, and the mean, of the row of one step."""
+    slope, mean = 0.0, 0.0
+    if p_drstd is not None:
+        rstd = tl.load(p_rstd + i_row)
+        slope = tl.load(p_drstd + i_row) * rstd * rstd * rstd / D
+        mean = tl.load(p_mean + i_row)
+    return slope, mean
+
+
+@triton.jit
+def sru_bwd_kernel(
+    p_u,
+    p_x,
+    p_weight_c,
+    p_bias,
+    p_states,
+    p_mask,
+    p_seed,
+    dropout,
+    p_dh,
+    p_dh_product,
+    p_drstd,
+    p_rstd,
+    p_mean,
+    p_dc,
+    p_du,
+    p_dx,
+    p_dgates,
+    p_dc0,
+    p_dmask,
+    scale,
+    T,
+    B,
+    D,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i_d, i_b = tl.program_id(0), tl.program_id(1)
+    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_in = o_d < D
+    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
+    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
+    b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_wf
+    seed = tl.load(p_seed) if p_seed is not None else 0
+    b_zero = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_dc = _load_block(p_dc + i_b * D, o_d, b_in) if p_dc is not None else b_zero
+    b_dwf, b_dwr, b_dbf, b_dbr, b_dm = b_zero, b_zero, b_zero, b_zero, b_zero
+
+    for i_step in tl.range(0, T, num_stages=STAGES):
+        i_t = T - 1 - i_step
+        i_row = _row(i_t, B)
+        b_v, b_p, b_q, b_x = _load_step(p_u, p_x, i_row, o_d, b_in, D, K)
+        b_c, b_dh, b_product = _load_gradient(p_states, p_dh, p_dh_product, i_row, o_d, b_in, D)
+        slope, mean = _load_row(p_drstd, p_rstd, p_mean, i_row, D)
+
+        b_before, b_value = b_c.to(tl.float32), b_v.to(tl.float32)
+        b_highway = b_x.to(tl.float32)
+        if K == 3:
+            b_highway *= scale
+        b_f = tl.sigmoid(b_p.to(tl.float32) + b_wf * b_before + b_bf)
+        b_r = tl.sigmoid(b_q.to(tl.float32) + b_wr * b_before + b_br)
+        b_change = b_value + b_f * (b_before - b_value) - b_highway
+        b_open = b_r * b_m if p_mask is not None else b_r
+
+        b_g = b_dh.to(tl.float32)
+        if p_dh_product is not None:
+            b_g += b_product.to(tl.float32)
+        if p_drstd is not None:
+            b_g -= slope * (b_highway + b_open * b_change - mean)
+        if p_seed is not None:
+            b_g = tl.where(kept(seed, (i_t * B + i_b) * D + o_d, dropout), b_g / (1 - dropout), 0.0)
+
+        b_dhighway = b_g * (1 - b_open)
+        b_dr = b_g * b_change
+        if p_mask is not None:
+            b_dm += b_dr * b_r
+            b_dr *= b_m
+        b_dq = b_dr * b_r * (1 - b_r)
+        b_dc += b_g * b_open
+        b_dp = b_dc * (b_before - b_value) * b_f * (1 - b_f)
+        b_dwf += b_dp * b_before
+        b_dwr += b_dq * b_before
+        b_dbf += b_dp
+        b_dbr += b_dq
+
+        p_du_row = p_du + i_row * K * D
+        tl.store(p_du_row + o_d, b_dc * (1 - b_f), mask=b_in)
+        tl.store(p_du_row + D + o_d, b_dp, mask=b_in)
+        tl.store(p_du_row + 2 * D + o_d, b_dq, mask=b_in)
+        if K == 4:
+            tl.store(p_du_row + 3 * D + o_d, b_dhighway, mask=b_in)
+        else:
+            tl.store(p_dx + i_row * D + o_d, b_dhighway * scale, mask=b_in)
+        b_dc = b_dc * b_f + b_dp * b_wf + b_dq * b_wr
+
+    # every sequence has a row of its own, so that the sum over them has one order
+    o_bd = i_b * D + o_d
+    tl.store(p_dgates + o_bd, b_dwf, mask=b_in)
+    tl.store(p_dgates + B * D + o_bd, b_dwr, mask=b_in)
+    tl.store(p_dgates + 2 * B * D + o_bd, b_dbf, mask=b_in)
+    tl.store(p_dgates + 3 * B * D + o_bd, b_dbr, mask=b_in)
+    tl.store(p_dc0 + o_bd, b_dc, mask=b_in)
+    if p_mask is not None:
+        tl.store(p_dmask + o_bd, b_dm, mask=b_in)
 
 
 def forward(
@@ -69,7 +267,7 @@ def forward(
     scale: float,
     *,
     keeps_states: bool,
-    dropout: Dropout | None = None,
+    dropout: Dropout = NO_DROPOUT,
     launch: Launch = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs (T, B, D), the last state (B, D) and the state before each step (T, B, D; none if not kept)."""
@@ -78,31 +276,12 @@ def forward(
     h_TBD = u_TBKD.new_empty(steps, batch, width)
     states_TBD = u_TBKD.new_empty(steps if keeps_states else 0, batch, width)
     c_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    grid = (triton.cdiv(width, launch.block_d), batch)
+    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), c0_BD.contiguous(), mask_BD, *dropout)
+    outputs = (h_TBD, states_TBD if keeps_states else None, c_BD)
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
     with on(u_TBKD):
-        sru_fwd_kernel[grid](
-            u_TBKD,
-            u_TBKD if x_TBD is None else x_TBD,
-            weight_c_GD.contiguous(),
-            bias_GD.contiguous(),
-            c0_BD.contiguous(),
-            c_BD if mask_BD is None else mask_BD,
-            c_BD if dropout is None else dropout.seed,
-            h_TBD,
-            states_TBD if keeps_states else h_TBD,
-            c_BD,
-            scale,
-            0.0 if dropout is None else dropout.rate,
-            steps,
-            batch,
-            width,
-            K=num_projections,
-            HAS_MASK=mask_BD is not None,
-            DROPS=dropout is not None,
-            KEEPS_STATES=keeps_states,
-            BLOCK_D=launch.block_d,
-            STAGES=launch.stages,
-            num_warps=launch.num_warps,
+        sru_fwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
+            *inputs, *outputs, scale, *sizes, num_warps=launch.num_warps
         )
     return h_TBD, c_BD, states_TBD
 
@@ -117,58 +296,31 @@ def backward(
     mask_BD: Tensor | None,
     scale: float,
     *,
-    dropout: Dropout | None = None,
+    dropout: Dropout = NO_DROPOUT,
     launch: Launch = BACKWARD,
 ) -> Gradients:
     """Gradients of every input from those of the outputs."""
-    assert dropout is None or arrivals.rows is None, "statistics are of rows without dropout"
+    assert dropout.seed is None or arrivals.rows is None, "statistics are of rows without dropout"
     steps, batch, num_projections, width = u_TBKD.shape
     u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
     dh_TBD, dh_product_TBD = arrivals.dh_TBD.contiguous(), _contiguous(arrivals.dh_product_TBD)
     dc_BD = _contiguous(arrivals.dc_BD)
-    rows = (dh_TBD,) * 3 if arrivals.rows is None else [row.contiguous() for row in arrivals.rows]
+    rows = [_contiguous(row) for row in arrivals.rows or (None,) * 3]
 
     du_TBKD = torch.empty_like(u_TBKD)
     dx_TBD = None if x_TBD is None else torch.empty_like(x_TBD)
     dgates_4BD = u_TBKD.new_empty(4, batch, width, dtype=torch.float32)
     dc0_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
     dmask_BD = None if mask_BD is None else torch.empty_like(mask_BD)
-    grid = (triton.cdiv(width, launch.block_d), batch)
+    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), states_TBD, mask_BD, *dropout)
+    gradients = (dh_TBD, dh_product_TBD, *rows, dc_BD)
+    outputs = (du_TBKD, dx_TBD, dgates_4BD, dc0_BD, dmask_BD)
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
     with on(u_TBKD):
-        sru_bwd_kernel[grid](
-            u_TBKD,
-            u_TBKD if x_TBD is None else x_TBD,
-            weight_c_GD.contiguous(),
-            bias_GD.contiguous(),
-            states_TBD,
-            dc0_BD if mask_BD is None else mask_BD,
-            dc0_BD if dropout is None else dropout.seed,
-            dh_TBD,
-            dh_TBD if dh_product_TBD is None else dh_product_TBD,
-            *rows,
-            dc0_BD if dc_BD is None else dc_BD,
-            du_TBKD,
-            du_TBKD if dx_TBD is None else dx_TBD,
-            dgates_4BD,
-            dc0_BD,
-            dc0_BD if dmask_BD is None else dmask_BD,
-            scale,
-            0.0 if dropout is None else dropout.rate,
-            steps,
-            batch,
-            width,
-            K=num_projections,
-            HAS_MASK=mask_BD is not None,
-            DROPS=dropout is not None,
-            HAS_PRODUCT=dh_product_TBD is not None,
-            HAS_ROWS=arrivals.rows is not None,
-            HAS_DC=dc_BD is not None,
-            BLOCK_D=launch.block_d,
-            STAGES=launch.stages,
-            num_warps=launch.num_warps,
+        sru_bwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
+            *inputs, *gradients, *outputs, scale, *sizes, num_warps=launch.num_warps
         )
-    dgates_GGD = stack_sums(dgates_4BD).view(2, 2, width)
-    return Gradients(du_TBKD, dx_TBD, dgates_GGD[0], dgates_GGD[1], dc0_BD, dmask_BD)
+    return Gradients(du_TBKD, dx_TBD, stack_sums(dgates_4BD), dc0_BD, dmask_BD)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -184,112 +336,24 @@ def sru(
     mask_BD: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.sru`, to which float64 is left: it is for checks."""
+    """`reference.sru`, which runs instead in float64."""
     tensors = (u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD)
     if u_TBKD.dtype == torch.float64:
         return reference.sru(*tensors, scale)
     learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    h_TBD, c_BD, _ = torch.ops.rankwise.sru(*tensors, scale, learns)
+    h_TBD, c_BD, _ = _operator(*tensors, scale, learns)
     return h_TBD, c_BD
 
 
-@torch.library.custom_op(
-    "rankwise::sru",
-    mutates_args=(),
-    schema="(Tensor u, Tensor? x, Tensor weight_c, Tensor bias, Tensor c0, Tensor? mask, float scale, bool learns)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _sru(
-    u: Tensor,
-    x: Tensor | None,
-    weight_c: Tensor,
-    bias: Tensor,
-    c0: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    learns: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return forward(u, x, weight_c, bias, c0, mask, scale, keeps_states=learns)
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *others, learns = inputs
+    return forward(*others, keeps_states=learns)
 
 
-@_sru.register_fake
-def _(
-    u: Tensor,
-    x: Tensor | None,
-    weight_c: Tensor,
-    bias: Tensor,
-    c0: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    learns: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    steps, batch, _, width = u.shape
-    c = u.new_empty(batch, width, dtype=torch.float32)
-    return u.new_empty(steps, batch, width), c, u.new_empty(steps if learns else 0, batch, width)
-
-
-@torch.library.custom_op(
-    "rankwise::sru_backward",
-    mutates_args=(),
-    schema="(Tensor dh, Tensor dc, Tensor u, Tensor? x, Tensor weight_c, Tensor bias, Tensor states, Tensor? mask,"
-    " float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _sru_backward(
-    dh: Tensor,
-    dc: Tensor,
-    u: Tensor,
-    x: Tensor | None,
-    weight_c: Tensor,
-    bias: Tensor,
-    states: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _backward(dh: Tensor, dc: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    u, x, weight_c, bias, _, mask, scale, states = inputs
     found = backward(Arrivals(dh, dc), u, x, weight_c, bias, states, mask, scale)
-    # an op returns tensors, and no two of one memory
-    dweight_c, dbias = found.dweight_c_GD.clone(), found.dbias_GD.clone()
-    dx, dmask = (u.new_empty(0) if d is None else d for d in (found.dx_TBD, found.dmask_BD))
-    return found.du_TBKD, dx, dweight_c, dbias, found.dc0_BD, dmask
+    return tuple(u.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
-@_sru_backward.register_fake
-def _(
-    dh: Tensor,
-    dc: Tensor,
-    u: Tensor,
-    x: Tensor | None,
-    weight_c: Tensor,
-    bias: Tensor,
-    states: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    gates = torch.empty_like(weight_c, dtype=torch.float32), torch.empty_like(bias, dtype=torch.float32)
-    dx, dmask = (u.new_empty(0) if t is None else torch.empty_like(t) for t in (x, mask))
-    return torch.empty_like(u), dx, *gates, torch.empty_like(dc, dtype=torch.float32), dmask
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    u, x, weight_c, bias, c0, mask, ctx.scale, _ = inputs
-    ctx.c0_dtype = c0.dtype
-    ctx.save_for_backward(u, x, weight_c, bias, output[2], mask)
-
-
-def _differentiate(ctx: Any, dh: Tensor, dc: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    u, x, weight_c, bias, states, mask = ctx.saved_tensors
-    du, dx, dweight_c, dbias, dc0, dmask = torch.ops.rankwise.sru_backward(
-        dh, dc, u, x, weight_c, bias, states, mask, ctx.scale
-    )
-    return (
-        du,
-        None if x is None else dx,
-        dweight_c.to(weight_c.dtype),
-        dbias.to(bias.dtype),
-        dc0.to(ctx.c0_dtype),
-        None if mask is None else dmask,
-        None,
-        None,
-    )
-
-
-_sru.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = register_operator("sru", "default", _forward, _backward, keeps_states=True)

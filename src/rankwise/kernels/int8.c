@@ -1,4 +1,4 @@
-/* Rows of floats as bytes and back, around a product of bytes; `reference.py` says what it computes, `cpu.py` calls it. */
+/* Rows of floats as bytes and back, around a product of bytes; `int8.py` says what it computes and calls it. */
 
 #include "native.h"
 

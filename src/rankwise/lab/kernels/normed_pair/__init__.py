@@ -1,1 +1,0 @@
-"""A low-rank pair applied to rows that a layer norm comes before; `reference.py` defines it."""
