@@ -145,31 +145,6 @@ def test_a_folded_norm_is_that_of_the_reference(
         assert_same(got, want, 1e-5 if dtype == torch.float32 else 2 * BF16)
 
 
-@kernels
-@pytest.mark.parametrize("num_rows, width", [(1, 1), (5, 7), (70, 205), (3, 1030)])
-def test_a_layer_norm_of_an_odd_width_is_that_of_torch(num_rows: int, width: int) -> None:
-    from rankwise.lab.kernels.norm import layer_norm
-
-    inputs = [some(num_rows, width), some(width), some(width)]
-    got = outputs_and_gradients(lambda x, w, b: layer_norm(x, None, w, b, 1e-3, torch.float32), inputs)
-    want = outputs_and_gradients(lambda x, w, b: nn.functional.layer_norm(x, (width,), w, b, 1e-3), inputs)
-    if width > 1:
-        assert_same(got, want, 1e-5)
-
-
-@kernels
-def test_a_gradient_whose_rows_lie_apart_passes_a_layer_norm() -> None:
-    from rankwise.lab.kernels.norm import layer_norm
-
-    x, weight, bias = some(2, 9, 7), some(7), some(7)
-    y = layer_norm(x, None, weight, bias, 1e-3, torch.float32)
-    given = torch.randn(2, 9, 8, device=DEVICE)[..., :7]
-    got = torch.autograd.grad(y, [x, weight, bias], given, retain_graph=True)
-    want = torch.autograd.grad(y, [x, weight, bias], given.contiguous())
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 def small_model(dropout: float = 0.0) -> SRULanguageModel:
     config = SRUConfig(
         num_words=13, embedding_width=6, width=20, num_layers=3, rank=10, dropout=dropout, layer_norm=True, rescale=True

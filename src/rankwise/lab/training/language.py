@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.lab.data.windows import IGNORED
-from rankwise.lab.kernels import loss
 from rankwise.lab.models.adaptive import AdaptiveSoftmax, WordSplit, split_words
 from rankwise.lab.models.sru import SRULanguageModel
-from rankwise.modules import is_observed
 
 Words = Tensor | WordSplit
 """Tokens or targets of a window, (B, T), or the same by cluster."""
@@ -27,8 +25,7 @@ State = Tensor | tuple[Tensor, ...]
 class LanguageModel(nn.Module):
     """The loss of any model that maps (tokens, state) to (logits, state), gated and compact ones included.
 
-    An `SRULanguageModel` whose output is an `AdaptiveSoftmax` never builds logits of the whole vocabulary, and a
-    plain one on a GPU none in float32.
+    An `SRULanguageModel` whose output is an `AdaptiveSoftmax` never builds logits of the whole vocabulary.
     Tokens and targets may lie on the CPU; targets that are `IGNORED` do not count.
     """
 
@@ -71,9 +68,6 @@ class LanguageModel(nn.Module):
         assert isinstance(tokens, Tensor) and isinstance(targets, Tensor)
         tokens_BT = tokens.to(self.device, non_blocking=True)
         targets_BT = targets.to(self.device, non_blocking=True)
-        if isinstance(self.model, SRULanguageModel) and loss.fits(self.model.output) and not is_observed(self.model):
-            h_BTD, state = self.model.hidden(tokens_BT, cast(Tensor | None, state))
-            return loss.output_loss(h_BTD, cast(nn.Linear, self.model.output), targets_BT, IGNORED), state
         logits_BTV, state = self.logits(tokens_BT, state)
         logits = logits_BTV.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
