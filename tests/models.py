@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear
 
 Front = Literal["embedding", "pair"]
 Back = Literal["untied", "tied", "bias-tied", "low-rank"]
@@ -53,7 +53,7 @@ class TinyModel(nn.Module):
         low = max(1, width // 2)
         self.front: nn.Module = nn.Embedding(spec.num_words, width)
         if spec.front == "pair" or spec.back == "low-rank":
-            self.front = nn.Sequential(nn.Embedding(spec.num_words, low), nn.Linear(low, width, bias=False))
+            self.front = LowRankEmbedding(nn.Embedding(spec.num_words, low), nn.Linear(low, width, bias=False))
         shared = nn.Linear(width, width)
         self.body = nn.ModuleList(self._part(kind, width, inner, low, shared) for kind in spec.parts)
         self.head: nn.Module = nn.Linear(width, spec.num_words, bias=spec.back != "tied")
@@ -71,7 +71,7 @@ class TinyModel(nn.Module):
             case "nested":
                 return nn.Sequential(nn.Sequential(nn.Linear(width, inner), nn.Tanh()), nn.Linear(inner, width))
             case "pair":
-                return nn.Sequential(nn.Linear(width, low, bias=False), nn.Linear(low, width))
+                return LowRankLinear(nn.Linear(width, low, bias=False), nn.Linear(low, width))
             case "shared":
                 return shared
             case "conv1d":

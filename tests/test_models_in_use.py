@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import rankwise as rw
 from rankwise.deploy.quantize import int8
+from rankwise.modules import LowRankLinear
 from tests.models import Spec, batch
 
 pytestmark = [
@@ -139,7 +140,7 @@ def test_a_model_that_is_wrapped_already_is_refused() -> None:
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_half_frozen_pair_is_left_out_where_components_have_a_part_in_both(frozen: int) -> None:
     def build() -> nn.Sequential:
-        halves = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16))
+        halves = LowRankLinear(nn.Linear(16, 8, bias=False), nn.Linear(8, 16))
         halves[frozen].weight.requires_grad_(False)
         return nn.Sequential(halves, nn.Tanh(), nn.Linear(16, 16))
 

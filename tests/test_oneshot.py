@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise import oneshot
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core import factorize
 from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments

@@ -15,7 +15,7 @@ __version__ = VERSION
 # what readers of types see; at run time each name is imported when it is first used, so that what needs no torch,
 # such as `rankwise --help`, starts at once
 if TYPE_CHECKING:
-    from rankwise.adapters.generic import find_plan as find_plan
+    from rankwise.adapters.plans import find_plan as find_plan
     from rankwise.core.budget import Budget as Budget
     from rankwise.core.budget import SizeReport as SizeReport
     from rankwise.core.budget import count as count
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rankwise.pruner import Pruner as Pruner
 else:
     _HOMES = {
-        "find_plan": "adapters.generic",
+        "find_plan": "adapters.plans",
         "compress": "oneshot",
         "Budget": "core.budget",
         "SizeReport": "core.budget",

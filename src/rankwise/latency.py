@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
 from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
@@ -21,6 +21,7 @@ from rankwise.errors import BudgetError
 from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, size_account
+from rankwise.split import all_split
 
 P = TypeVar("P", Plan, Plan | None)
 ROUNDS = 7
@@ -111,7 +112,8 @@ class _Search:
         self.rank_multiple, self.repeats = rank_multiple, repeats
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.rows = _rows(model, plan, inputs)
+        with all_split(model):
+            self.rows = _rows(model, plan, inputs)
         self.known: dict[tuple[int, int, int, int], bool] = {}
 
     def smallest(self) -> int:

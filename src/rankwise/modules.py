@@ -8,14 +8,14 @@ Shapes: B = any batch dimensions, I = inputs, O = outputs, K = kept, N = words, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
-"""What layers of PyTorch tell of themselves, and those in their place do too."""
+from rankwise.lazy import lazy_weight
 
 
 def select(x_BI: Tensor, index_K: Tensor) -> Tensor:
@@ -97,6 +97,13 @@ class LowRankHead(nn.Module):
     def out_features(self) -> int:
         return self.embedding.num_embeddings
 
+    @property
+    def weight(self) -> Tensor:
+        """The matrix multiplied out, N x D."""
+        words = self.embedding.weight
+        shape = (self.out_features, self.in_features)
+        return lazy_weight(lambda: words @ self.projection.weight.t(), shape, words)
+
     def forward(self, h_BD: Tensor) -> Tensor:
         h_BK = F.linear(h_BD, self.projection.weight.t())
         return F.linear(h_BK, self.embedding.weight, self.bias)
@@ -114,7 +121,8 @@ class SelectedLinear(nn.Module):
     def __init__(self, weight_OK: nn.Parameter, kept_I: Tensor, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         assert weight_OK.shape[1] == int(kept_I.sum())
-        self.weight = weight_OK
+        # by its name in saved models; as an attribute, `weight` is the whole matrix
+        self._parameters["weight"] = weight_OK
         self.bias = bias
         self.register_buffer("kept", kept_I)
 
@@ -124,15 +132,34 @@ class SelectedLinear(nn.Module):
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0]
+        return self.columns.shape[0]
+
+    @property
+    def columns(self) -> nn.Parameter:
+        """What is stored: the columns of the inputs that are read, O x K."""
+        stored = self._parameters["weight"]
+        assert stored is not None
+        return stored
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix with zeros for inputs that are not read, O x I."""
+        shape = (self.out_features, self.in_features)
+
+        def whole() -> Tensor:
+            return self.columns.new_zeros(shape).index_copy(1, self._index(), self.columns)
+
+        return lazy_weight(whole, shape, self.columns)
+
+    def _index(self) -> Tensor:
+        # the number is known, so this neither waits for a GPU nor makes a shape that depends on data
+        return torch.nonzero_static(self.kept, size=self.columns.shape[1]).flatten()
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        # the number is known, so this neither waits for a GPU nor makes a shape that depends on data
-        index_K = torch.nonzero_static(self.kept, size=self.weight.shape[1]).flatten()
-        return F.linear(select(x_BI, index_K), self.weight, self.bias)
+        return F.linear(select(x_BI, self._index()), self.columns, self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, kept={self.weight.shape[1]}, out_features={self.out_features}"
+        return f"in_features={self.in_features}, kept={self.columns.shape[1]}, out_features={self.out_features}"
 
 
 def linear(weight_OI: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
@@ -227,15 +254,87 @@ def around(layer: nn.Embedding | nn.Linear | PivotLinear) -> nn.Module:
     return embedding(weight, layer.padding_idx) if isinstance(layer, nn.Embedding) else linear(weight, layer.bias)
 
 
-def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> nn.Sequential:
-    """Two layers in the place of one, with its sizes: the model's code may ask for them."""
-    made = nn.Sequential(first, second)
-    if isinstance(first, nn.Embedding):
-        words, padding_idx = first.num_embeddings, first.padding_idx
-        vars(made).update(num_embeddings=words, embedding_dim=second.out_features, padding_idx=padding_idx)
-    else:
-        vars(made).update(in_features=first.in_features, out_features=second.out_features)
-    return made
+class LowRankLinear(nn.Sequential):
+    """Two linear layers, the first without a bias, in the place of one: y = P (Q x) + bias.
+
+    A plan takes it for one matrix of low rank, and an `nn.Sequential` of two layers for two matrices.
+    """
+
+    def __init__(self, first: nn.Linear, second: nn.Linear | PivotLinear) -> None:
+        if first.out_features != second.in_features or first.bias is not None:
+            raise ValueError(
+                "The first layer of a LowRankLinear must have no bias and as many outputs as the second has inputs, "
+                f"but is {first} before {second}. Pass bias=False, and layers that fit."
+            )
+        super().__init__(first, second)
+
+    @property
+    def factors(self) -> tuple[nn.Linear, nn.Linear | PivotLinear]:
+        first, second = self
+        return first, second  # type: ignore[return-value]
+
+    @property
+    def in_features(self) -> int:
+        return self.factors[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.factors[1].out_features
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.factors[1].bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix multiplied out, O x I."""
+        shape, (first, second) = (self.out_features, self.in_features), self.factors
+        return lazy_weight(lambda: second.weight @ first.weight, shape, first.weight)
+
+
+class LowRankEmbedding(nn.Sequential):
+    """A table of narrow words and a linear layer without a bias that widens them, in the place of one table."""
+
+    def __init__(self, words: nn.Embedding, projection: nn.Linear | PivotLinear) -> None:
+        if words.embedding_dim != projection.in_features or projection.bias is not None:
+            raise ValueError(
+                "The second layer of a LowRankEmbedding must have no bias and as many inputs as a word is wide, but "
+                f"is {projection} after {words}. Pass bias=False, and layers that fit."
+            )
+        super().__init__(words, projection)
+
+    @property
+    def factors(self) -> tuple[nn.Embedding, nn.Linear | PivotLinear]:
+        words, projection = self
+        return words, projection  # type: ignore[return-value]
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.factors[0].num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.factors[1].out_features
+
+    @property
+    def padding_idx(self) -> int | None:
+        return self.factors[0].padding_idx
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix multiplied out, N x D."""
+        shape, (words, projection) = (self.num_embeddings, self.embedding_dim), self.factors
+        return lazy_weight(lambda: words.weight @ projection.weight.t(), shape, words.weight)
+
+
+def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> LowRankLinear | LowRankEmbedding:
+    """Two layers in the place of one."""
+    return LowRankEmbedding(first, second) if isinstance(first, nn.Embedding) else LowRankLinear(first, second)
+
+
+def runs_in_order(module: nn.Module) -> bool:
+    """Whether a module does nothing but call its children one after the other."""
+    return type(module) in (nn.Sequential, LowRankLinear, LowRankEmbedding)
 
 
 class Pair(NamedTuple):
@@ -269,10 +368,10 @@ def _whole(module: nn.Module) -> Tensor | None:
     """The one matrix that `module` multiplies by, without a bias."""
     if is_observed(module):
         return None
-    if isinstance(module, nn.Linear):
-        return module.weight if module.bias is None else None
-    offered: Tensor | None = getattr(module, "whole", lambda: None)()
-    return offered
+    offer: Callable[[], Tensor | None] | None = getattr(module, "whole", None)
+    if offer is not None:
+        return offer()
+    return module.weight if isinstance(module, nn.Linear) and module.bias is None else None
 
 
 def is_observed(module: nn.Module) -> bool:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.adapters.generic import find_plan
-from rankwise.adapters.readers import answer
+from rankwise.adapters.plans import find_plan
 from rankwise.core.allocation import global_allocation, uniform_allocation
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, count
 from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
@@ -28,13 +27,15 @@ from rankwise.core.gates import Gate
 from rankwise.core.host_memory import release_freed_memory, release_mapped_pages
 from rankwise.core.matrices import FactorizedMatrix
 from rankwise.core.plan import LeftOut, Plan, Site, bias_of, check_not_empty, check_weights, get_module, pair, source
-from rankwise.core.surgery import become
 from rankwise.core.targets import Target, find_target
+from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.base import svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.pruner import check_arguments, plan_for_method, size_account
+from rankwise.split import split
+from rankwise.swap import become
 
 Progress = Callable[[str, int, int], None]
 SHARE = 0.08
@@ -76,8 +77,9 @@ def compress(
             default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
-        example: a batch of input for `model`, by default the first of `calibration`. With Budget(latency_ms=...) models
-            are timed on it, here and now, to find the size.
+        example: a batch of input for `model`, by default the first of `calibration`. The model's code is checked on it
+            to do with layers of low rank what it does with stock ones. With Budget(latency_ms=...) models are timed on
+            it, here and now, to find the size.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global" as above, or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
@@ -95,12 +97,13 @@ def compress(
     account = size_account(model, plan, method, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
+    split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
     if loss is not None and batches:
         data.weigh(_sampled_loss_of(model) if loss == "sampled" else loss, loss_batches)
     _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
-    answer(model)
     families.changed(model)
+    verify_layers(model, Batch(example if example is not None else next(iter(batches or ()), None)))
     return model if budget.dtype is None else model.to(budget.dtype)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.allocation import uniform_allocation
 from rankwise.core.budget import Budget
 from rankwise.core.plan import Plan
@@ -20,6 +20,7 @@ from rankwise.methods.base import Method
 from rankwise.methods.gatings import MagnitudeGates, UniformRanks
 from rankwise.methods.representations import InputFeatures, SingleWeights
 from rankwise.pruner import plan_for_method, size_account
+from rankwise.split import all_split
 
 COMPONENTS: dict[type, str] = {SingleWeights: "weight", InputFeatures: "feature"}
 """What is kept or dropped as one, in methods that do not prune ranks."""
@@ -110,12 +111,13 @@ def _what_is_fixed(model: nn.Module, plan: Plan, dense: int) -> str:
     """What cannot be pruned: the layers that are left out, largest first and tied weights once, and the rest."""
     parts: dict[str, int] = {}
     seen: set[int] = set()
-    for item in sorted(plan.left_out, key=lambda item: -item.params):
-        own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in seen}
-        seen |= own.keys()
-        if own:
-            name = item.name or "(model)"
-            parts[name if len(parts) < SHOWN else "other layers"] = sum(own.values()) + parts.get("other layers", 0)
+    with all_split(model):
+        for item in sorted(plan.left_out, key=lambda item: -item.params):
+            own = {id(p): p.numel() for p in model.get_submodule(item.name).parameters() if id(p) not in seen}
+            seen |= own.keys()
+            if own:
+                name = item.name or "(model)"
+                parts[name if len(parts) < SHOWN else "other layers"] = sum(own.values()) + parts.get("other layers", 0)
     if rest := dense - plan.params - sum(parts.values()):
         parts["biases, norms and the like"] = rest
     said = ", ".join(f"{name} {params:,} ({params / dense:.1%})" for name, params in parts.items())

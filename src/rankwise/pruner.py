@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.adapters import families
-from rankwise.adapters.generic import check_plan, find_plan, split_pairs
-from rankwise.adapters.readers import answer
+from rankwise.adapters.plans import check_plan, find_plan, split_pairs
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
 from rankwise.core.compact import compact
 from rankwise.core.controller import Controller
@@ -27,10 +26,12 @@ from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, le
 from rankwise.core.stale_optimizer import StaleOptimizerCheck
 from rankwise.core.surgery import GatedStructure, install
 from rankwise.core.targets import Target, find_target
+from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.methods import make_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
 from rankwise.methods.representations import Factorized
+from rankwise.split import all_split, splitting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,11 +74,12 @@ class Pruner:
             with the variance of the matrix, for training from scratch. A low-rank pair in the model is gated as it is
             with "random", or with `refactor=False`.
         calibration: batches of input for `model`, with init="whitened".
+        example: a batch of input for `model`, on which its code is checked to do with gated and compact layers what it
+            does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
+            Budget(latency_ms=...) models are timed on it, here and now, to find the size.
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
         target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
-        example: a batch of input for `model`. With Budget(latency_ms=...) models are timed on it, here and now, to find
-            the size.
         seed: the seed of the gates' noise and of random factors.
         process_group: the group over which the gradients of gates are averaged. Default: the group of the
             `DistributedDataParallel` or FSDP2 that wraps the model; without one, every process trains its gates alone,
@@ -122,8 +124,11 @@ class Pruner:
         if plan is None and self.method.prunes:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
         self.account = self.method.fix_ranks(account, self.limit)
-        factorizer = make_factorizer(init, model, self.plan, calibration, seed)
         self._stale_optimizer = StaleOptimizerCheck(model)
+        self._batch = Batch(example)
+        with splitting(model, [use.name for site in self.plan.sites for use in site.uses]):
+            batches = None if calibration is None else self._batch.first_of(calibration)
+            factorizer = make_factorizer(init, model, self.plan, batches, seed)
         matrices = self._gate_model(factorizer)
         self.controller: Controller = self.method.make_controller(matrices, self.account, self.limit, seed=seed)
         self.controller.distributed = distributed
@@ -137,6 +142,8 @@ class Pruner:
         self._structure = GatedStructure(model)
         self._is_checked = False
         families.changed(model)
+        verify_layers(model, self._batch)
+        self._batch.note(model)
 
     def _gate_model(self, factorizer: Factorizer) -> list[GatedMatrix]:
         """Replace the planned layers by gated ones."""
@@ -219,9 +226,10 @@ class Pruner:
         self._warn_if_early(limit)
         dtype = (budget or self.budget).dtype
         self._avoid_imprecise_pivots(limit, dtype)
+        self._batch.stop()
         small = compact(self.model, self.controller, limit)
-        answer(small)
         families.changed(small)
+        verify_layers(small, self._batch)
         kept = self.account.size(self.controller.num_kept(limit))
         assert count(small) == (self.account.dense if self.method.counts_nonzeros else kept)
         return small if dtype is None else small.to(dtype)
@@ -245,8 +253,11 @@ class Pruner:
         matrices = self.controller.matrices
         self._structure.check_gates(self.model, matrices, "pruner.step()")
         self._is_checked = True
+        is_wrapped = any(is_wrapper(each) for each in self.model.modules())
+        if self.controller.distributed.size == 1 and not is_wrapped:
+            verify_layers(self.model, self._batch)
         # a layer that only training needs may still be removed; the sizes of shards are different
-        if count(self.model) > self._structure.size and not any(is_wrapper(each) for each in self.model.modules()):
+        if count(self.model) > self._structure.size and not is_wrapped:
             warnings.warn(self._structure.message(self.model, matrices, "compact()"), stacklevel=3)
 
     def _warn_if_early(self, limit: int) -> None:
@@ -339,7 +350,8 @@ def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan
         check_plan(model, plan)
     if method.splits_pairs:
         plan = split_pairs(plan)
-    reasons = {site: reason for site in plan.sites if (reason := method.skip_reason(site) or refusal(model, site))}
+    with all_split(model):
+        reasons = {site: reason for site in plan.sites if (reason := method.skip_reason(site) or refusal(model, site))}
     skipped = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
     plan = plan.only([site for site in plan.sites if site not in reasons], skipped)
     if method.prunes:

@@ -1,4 +1,4 @@
-"""Two layers in a sequence are one matrix where code only calls the sequence, and two wherever it may do more."""
+"""A `LowRankLinear` is one matrix; an `nn.Sequential` of two layers, which code may take apart, is two."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
+from rankwise.modules import LowRankLinear
 from tests.adapters.plan_toys import assert_trains_and_exports, kinds
 
 
-def pair() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16))
+def pair(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    return kind(nn.Linear(16, 4, bias=False), nn.Linear(4, 16))
 
 
 class OnePair(nn.Module):
@@ -152,14 +153,14 @@ def test_a_pair_that_is_taken_apart_is_two_layers(build: Any) -> None:
 class Called(nn.Module):
     """Calls pairs, in all the ways in which a model may call a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Sequential]) -> None:
         super().__init__()
-        self.alone, self.renamed, self.by_name, self.maybe, self.asked = (pair() for _ in range(5))
-        self.sequence = nn.Sequential(nn.Sequential(pair(), nn.Tanh()), pair())
-        self.listed = nn.ModuleList([pair(), pair()])
-        self.split = nn.ModuleList([pair(), pair()])
-        self.keyed = nn.ModuleDict({"a": pair(), "b": pair()})
-        self.numbered = nn.ModuleList([nn.ModuleDict({"proj": pair()})])
+        self.alone, self.renamed, self.by_name, self.maybe, self.asked = (pair(kind) for _ in range(5))
+        self.sequence = nn.Sequential(nn.Sequential(pair(kind), nn.Tanh()), pair(kind))
+        self.listed = nn.ModuleList([pair(kind), pair(kind)])
+        self.split = nn.ModuleList([pair(kind), pair(kind)])
+        self.keyed = nn.ModuleDict({"a": pair(kind), "b": pair(kind)})
+        self.numbered = nn.ModuleList([nn.ModuleDict({"proj": pair(kind)})])
 
     def get_output_layer(self) -> nn.Module:
         return self.alone
@@ -179,10 +180,16 @@ class Called(nn.Module):
         return self.numbered[0]["proj"](x)
 
 
-def test_a_pair_that_is_only_called_is_one_matrix() -> None:
-    model = Called()
-    assert set(kinds(find_plan(model)).values()) == {"linear-pair"}
-    assert_trains_and_exports(model, torch.randn(3, 16))
+@pytest.mark.parametrize("kind, found", [(LowRankLinear, "linear-pair"), (nn.Sequential, "linear")])
+def test_a_pair_that_is_called_is_one_matrix_if_its_class_says_so(kind: Any, found: str) -> None:
+    model, x = Called(kind), torch.randn(3, 16)
+    assert set(kinds(find_plan(model)).values()) == {found}
+    assert_trains_and_exports(model, x, example=x)
+
+
+def test_a_pair_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have no bias and as many outputs as the second has inputs"):
+        LowRankLinear(nn.Linear(4, 2), nn.Linear(2, 4))
 
 
 HIDDEN = """
@@ -192,7 +199,7 @@ class Hidden(OnePair):
 """
 
 
-def test_a_pair_whose_use_cannot_be_read_is_two_layers() -> None:
+def test_a_pair_of_code_without_a_source_is_two_layers() -> None:
     exec(HIDDEN, globals())
     model, x = globals()["Hidden"](), torch.randn(3, 16)
     whole = rw.compress(model, rw.Budget(params=rw.count(model)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.calibrate import output_fisher
 from rankwise.modules import scale_of
 from tests.adapters.plan_toys import names, reasons

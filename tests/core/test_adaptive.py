@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.core.gates import HardConcreteGate
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankEmbedding, LowRankHead
 
 WIDTH = 16
 CLUSTERS = [(20, 16), (40, 8), (80, 4)]
@@ -22,7 +22,7 @@ class Adaptive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.clusters = nn.ModuleList(
-            nn.Sequential(nn.Embedding(words, low), nn.Linear(low, WIDTH, bias=False)) for words, low in CLUSTERS
+            LowRankEmbedding(nn.Embedding(words, low), nn.Linear(low, WIDTH, bias=False)) for words, low in CLUSTERS
         )
         self.heads = nn.ModuleList(LowRankHead(cluster[0], cluster[1]) for cluster in self.clusters)
         self.body = nn.Linear(WIDTH, WIDTH)

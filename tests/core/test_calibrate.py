@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.calibrate import second_moments
+from rankwise.modules import LowRankLinear
 from tests.models import Conv1D, Spec, batch
 
 
@@ -20,7 +21,7 @@ class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 10)
-        self.pair = nn.Sequential(nn.Linear(10, 3, bias=False), nn.Linear(3, 8))
+        self.pair = LowRankLinear(nn.Linear(10, 3, bias=False), nn.Linear(3, 8))
         self.last = Conv1D(6, 8)
 
     def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear
 from tests.models import Spec
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        front = nn.Sequential(nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 8, bias=False))
+        front = LowRankEmbedding(nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 8, bias=False))
         self.head = LowRankHead(front[0], front[1])
         self.norm = nn.BatchNorm1d(8)
         self.rnn = nn.GRU(8, 8)
@@ -98,7 +98,7 @@ def features() -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (mlp, features),
     "root": (lambda: nn.Linear(10, 10), features),
-    "root-pair": (lambda: nn.Sequential(nn.Linear(10, 4, bias=False), nn.Linear(4, 10)), features),
+    "root-pair": (lambda: LowRankLinear(nn.Linear(10, 4, bias=False), nn.Linear(4, 10)), features),
     "tied": (Spec(num_words=20, back="bias-tied", parts=("linear", "conv1d", "pair", "norm")).build, tokens),
     "low-rank": (Spec(num_words=20, width=12, back="low-rank", parts=("pair", "nested")).build, tokens),
     "shared": (Tower, tokens),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.deploy.load import load
 from rankwise.deploy.save import save
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankHead, LowRankLinear
 from tests.deploy.saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
 from tests.flips import unsealed
 from tests.models import Spec, batch
@@ -135,9 +135,11 @@ class Named(nn.Module):
 def test_a_pair_with_names_that_kept_its_rank_round_trips(tmp_path: Path) -> None:
     dense, x = Named(), features()
     small = compact(Named, x, "flop-l0", rw.Budget(params=rw.count(dense)))
-    # what compaction made has the names of a sequence
-    assert [(name, len(layer.weight)) for name, layer in small.pair.named_children()] == [("0", 4), ("1", 10)]
-    for model, name in ((small, "small"), (dense, "dense")):
+    assert [(name, len(layer.weight)) for name, layer in small.pair.named_children()] == [("down", 4), ("up", 10)]
+    # in folders of earlier versions such a pair was one layer, with the names of a sequence
+    joined = Named()
+    joined.pair = LowRankLinear(joined.pair.down, joined.pair.up)
+    for model, name in ((small, "small"), (dense, "dense"), (joined, "joined")):
         save(model, tmp_path / name)
         assert_same(load(tmp_path / name, Named()), model, x)
 

@@ -16,7 +16,6 @@ import rankwise as rw
 from rankwise.core.gates import Gate
 from rankwise.core.layers import GatedLayer
 from rankwise.methods import METHODS as KNOWN
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
 from tests.methods.rows import LEARNED, METHODS, PRUNING, nonzeros, pruned, train
 from tests.models import Spec, TinyModel, batch, specs
 
@@ -90,7 +89,7 @@ def test_a_compact_model_is_made_of_plain_modules(method: str, back: Any) -> Non
     _, pruner = pruned(spec, method, rw.Budget(removed=removed))
     for module in pruner.compact().modules():
         stock = type(module).__module__.startswith("torch.nn.")
-        ours = isinstance(module, TinyModel | LowRankHead | PivotLinear | SelectedLinear)
+        ours = type(module).__module__ == "rankwise.modules" or isinstance(module, TinyModel)
         assert stock or ours, type(module)
 
 

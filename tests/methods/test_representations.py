@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.modules import LowRankLinear
 from tests.methods.rows import METHODS
 
 
@@ -14,7 +15,7 @@ from tests.methods.rows import METHODS
 def test_components_of_a_trained_pair_come_by_what_they_carry(method: str) -> None:
     """Cut to its first k components, the pair is the best matrix of rank k."""
     torch.manual_seed(0)
-    pair = nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)).double()
+    pair = LowRankLinear(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)).double()
     first, second = pair[0].weight, pair[1].weight
     dense = (second @ first).detach()
     singular = torch.linalg.svdvals(dense)
@@ -26,7 +27,7 @@ def test_components_of_a_trained_pair_come_by_what_they_carry(method: str) -> No
     for k in range(10):
         error = torch.linalg.norm(dense - p[:, :k] @ q[:k])
         torch.testing.assert_close(error, torch.linalg.norm(singular[k:]), rtol=1e-9, atol=1e-9)
-    model = nn.Sequential(nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)))
+    model = nn.Sequential(LowRankLinear(nn.Linear(20, 9, bias=False), nn.Linear(9, 30, bias=False)))
     own = set(model.parameters())
     rw.Pruner(model, budget, method, **{**METHODS[method], "refactor": False})
     assert set(model.parameters()) == own

@@ -92,7 +92,7 @@ def _fast_enough(
     model: nn.Module, budget: Budget, include: list[str] | None, exclude: list[str]
 ) -> tuple[Budget, list[str]]:
     """The size that meets a time, and `exclude` with the layers that would be slower at low rank."""
-    from rankwise.adapters.generic import find_plan
+    from rankwise.adapters.plans import find_plan
     from rankwise.deploy.inputs import example_inputs
     from rankwise.latency import SLOWER, meet_latency
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from rankwise.swap import hooks
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -63,8 +65,3 @@ def _computed(value: object, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
         held: Iterable[object] = value.values() if isinstance(value, Mapping) else value
         for part in held:
             yield from _computed(part, (*around, id(value)))
-
-
-def hooks(module: nn.Module) -> dict[str, object]:
-    """The part of a module's `__dict__` that others have hung on it."""
-    return {name: value for name, value in vars(module).items() if "_hook" in name}

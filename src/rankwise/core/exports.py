@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.pivot import choose_rows
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, around, embedding, joined, linear
+from rankwise.modules import (
+    LowRankEmbedding,
+    LowRankHead,
+    PivotLinear,
+    SelectedLinear,
+    around,
+    embedding,
+    joined,
+    linear,
+)
 
 
 class Export(ABC):
@@ -46,7 +55,7 @@ class LowRankExport(Export):
 
     p_OK: nn.Parameter
     q_KI: nn.Parameter
-    table: nn.Sequential | None = field(default=None, init=False)
+    table: LowRankEmbedding | None = field(default=None, init=False)
     """The embedding made of this matrix, to which output layers are tied. Embeddings are asked for first."""
 
     def as_linear(self, bias: nn.Parameter | None) -> nn.Module:
@@ -59,7 +68,7 @@ class LowRankExport(Export):
     def as_embedding(self, padding_idx: int | None, like: nn.Embedding | None = None) -> nn.Module:
         if self.table is None:
             q_IK = nn.Parameter(self.q_KI.detach().t().contiguous(), self.q_KI.requires_grad)
-            self.table = joined(embedding(self.p_OK, padding_idx, like), linear(q_IK, None))
+            self.table = LowRankEmbedding(embedding(self.p_OK, padding_idx, like), linear(q_IK, None))
             return self.table
         projection = self.table[1]
         assert isinstance(projection, nn.Linear)

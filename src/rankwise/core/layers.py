@@ -13,31 +13,36 @@ from torch import Tensor, nn
 
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
+from rankwise.lazy import lazy_weight
 from rankwise.modules import Pair
 
 
 class GatedLayer(nn.Module, ABC):
-    """A layer over a gated matrix."""
+    """A layer over a gated matrix. It is also what it replaces, an `nn.Linear` or an `nn.Embedding`, to code that asks.
+
+    Why not so in compact models: README.md.
+    """
 
     matrix: GatedMatrix
 
     @property
     def weight(self) -> Tensor:
         """The matrix as the gate stands, for code that reads `layer.weight`."""
-        return self.matrix.weight()
+        return lazy_weight(self.matrix.weight, self.matrix.shape, next(self.matrix.parameters()))
 
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
         """The layer of the compact model that takes this one's place; `memo` is that of the copy being made."""
 
 
-class GatedLinear(GatedLayer):
+class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock layer stores its weight
     """y = x W^T + bias."""
 
     def __init__(self, matrix: GatedMatrix, bias: nn.Parameter | None) -> None:
-        super().__init__()
+        # not as a stock layer, which would draw a weight
+        nn.Module.__init__(self)
         self.matrix = matrix
-        self.bias = bias
+        self.bias = bias  # type: ignore[assignment]  # the stub forgets that bias may be None
         self.out_features, self.in_features = matrix.shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +60,12 @@ class GatedLinear(GatedLayer):
         return export.as_linear(copy.deepcopy(self.bias, memo))
 
 
-class GatedEmbedding(GatedLayer):
+class GatedEmbedding(GatedLayer, nn.Embedding):  # type: ignore[override]
     """Rows of W, by index, scaled as the table did that stood here."""
 
     def __init__(self, matrix: GatedMatrix, padding_idx: int | None, scaling: nn.Embedding | None = None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.matrix = matrix
         self.scaling = scaling
         self.padding_idx = padding_idx

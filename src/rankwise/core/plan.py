@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from rankwise.errors import PlanError
 from rankwise.modules import LowRankHead, PivotLinear
+from rankwise.split import all_split
 
 UseKind = Literal["linear", "conv1d", "embedding", "linear-pair", "embedding-pair", "low-rank-head"]
-"""`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair is an `nn.Sequential` of two
-layers that already is a factorization: (`Linear` without bias, `Linear`) or (`Embedding`, `Linear` without bias).
+"""`conv1d` is a linear layer that stores its weight as inputs x outputs. A pair already is a factorization:
+`LowRankLinear`, `LowRankEmbedding`, or the `nn.Sequential` of an embedding that a `LowRankHead` is tied to.
 """
 
 
@@ -163,6 +164,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
     """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
+    with all_split(model):
+        return _left_out(model, plan)
+
+
+def _left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
     planned = {get_module(model, use) for site in plan.sites for use in site.uses}
     counted = {id(p) for module in planned for p in module.parameters()}
     modules = {item.name: model.get_submodule(item.name) for item in plan.left_out}
@@ -195,8 +201,9 @@ def check_not_empty(plan: Plan) -> None:
 
 def check_weights(model: nn.Module, plan: Plan) -> None:
     """Refuse weights that cannot be factorized; changes nothing."""
-    for site in plan.sites:
-        for tensor in source(model, site).tensors:
+    with all_split(model):
+        tensors = [(site, tensor) for site in plan.sites for tensor in source(model, site).tensors]
+        for site, tensor in tensors:
             if tensor.is_meta:
                 raise PlanError(f"{site}: weights must hold data, but are on the meta device. Load the model first.")
             if not tensor.is_floating_point():

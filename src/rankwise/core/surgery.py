@@ -1,8 +1,4 @@
-"""Gating in place: a planned module becomes a gated one without changing its identity.
-
-Whoever holds the module (several parents, a Python list, the user's own variable for a model that is itself a
-layer) sees the gated one, so shared modules and root modules need no special care.
-"""
+"""Gating in place: a planned module becomes a gated one without changing its identity (`rankwise.swap`)."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from rankwise.core.budget import count
-from rankwise.core.copies import hooks
 from rankwise.core.layers import GatedEmbedding, GatedLayer, GatedLinear
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, listed, pair
 from rankwise.errors import RankwiseError
 from rankwise.modules import scaling_of
+from rankwise.swap import become
 
 
 def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
@@ -29,14 +25,6 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
             become(module, GatedEmbedding(matrix, words.padding_idx, scaling_of(words)))
         else:
             become(module, GatedLinear(matrix, bias_of(module, use)))
-
-
-def become(module: nn.Module, other: nn.Module) -> None:
-    """Turn `module` into `other`, keeping its identity, its mode and its hooks."""
-    other.train(module.training)
-    kept = hooks(module)
-    module.__class__ = other.__class__
-    module.__dict__ = {**other.__dict__, **kept}
 
 
 def gated_layers(model: nn.Module) -> list[GatedLayer]:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.adapters.readers import answer
 from rankwise.core.layers import GatedLayer
-from rankwise.core.surgery import become
 from rankwise.deploy.architectures import build, from_description
 from rankwise.deploy.format import Saved, check_files, check_masks, damaged, read_structure, read_tensors
 from rankwise.deploy.save import STRUCTURE, dtype_name
@@ -29,6 +27,8 @@ from rankwise.deploy.structure import (
 )
 from rankwise.errors import CheckpointError, InvalidTypeError
 from rankwise.modules import embedding, joined
+from rankwise.split import splitting
+from rankwise.swap import become
 
 SHOWN = 5
 """Differences that an error names."""
@@ -59,11 +59,13 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     path = Path(folder)
     saved = read_structure(path, verify)
     skeleton = _empty(path, saved) if skeleton is None else skeleton
-    instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
-    slots = _slots(saved, skeleton, instead)
-    check_files(path, saved)
-    values = read_tensors(path, saved)
-    check_masks(path, saved, values)
+    # attention and recurrent modules whose layers were pruned
+    with splitting(skeleton, saved.layers):
+        instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
+        slots = _slots(saved, skeleton, instead)
+        check_files(path, saved)
+        values = read_tensors(path, saved)
+        check_masks(path, saved, values)
     return _filled(saved, skeleton, slots, instead, values)
 
 
@@ -102,7 +104,6 @@ def _filled(
     for module in list({id(module): module for _, module in walk(skeleton)}.values()):
         if id(module) in instead:
             become(module, instead[id(module)])
-    answer(skeleton)
     families.changed(skeleton)
     return skeleton
 

@@ -13,28 +13,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.adapters.readers import readers
 from rankwise.core.copies import copied
 from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8 import Int8Linear, can_multiply_bytes
+from rankwise.lazy import lazy_weight
+from rankwise.modules import LowRankHead
 
 
 class BFloat16Linear(FixedDtypeModule):
     """A linear layer whose weight is bfloat16; its output has the dtype of its input. It has no gradient."""
 
-    weight: Tensor
+    weight_OI: Tensor
     bias: Tensor | None
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_buffer("weight", layer.weight.detach().bfloat16())
+        self.register_buffer("weight_OI", layer.weight.detach().bfloat16())
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
+
+    @property
+    def weight(self) -> Tensor:
+        """The rounded weight in float32, for code that reads it."""
+        like = self.weight_OI.new_empty(0, dtype=torch.float32)
+        return lazy_weight(self.weight_OI.float, self.weight_OI.shape, like)
 
     @torch.no_grad()
     def forward(self, x_BI: Tensor) -> Tensor:
-        y_BO = F.linear(x_BI.bfloat16(), self.weight).to(x_BI.dtype)
+        y_BO = F.linear(x_BI.bfloat16(), self.weight_OI).to(x_BI.dtype)
         return y_BO if self.bias is None else y_BO.add_(self.bias)
 
     def extra_repr(self) -> str:
@@ -51,7 +58,7 @@ def bfloat16(model: nn.Module) -> nn.Module:
 def int8(model: nn.Module) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in int8; `model` stays as it is.
 
-    Embeddings, norms, recurrences and layers whose weight others read keep their precision; attention of rankwise's
+    Embeddings, norms, recurrences and output layers that are tied keep their precision; attention of rankwise's
     own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds, and
     `rankwise.save` refuses it: save the model, and quantize what was loaded.
     """
@@ -86,8 +93,10 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
             raise RankwiseError(
                 f"{what} needs a model on the CPU, but {name} is on {parameter.device} instead. Move it: model.cpu()."
             )
-    read = readers(model)
-    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and id(m) not in read]
+    # these multiply by the weights of their layers, and do not call them
+    readers = [module for module in model.modules() if isinstance(module, LowRankHead | nn.RNNBase)]
+    read = {part for module in readers for part in module.children()}
+    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and m not in read]
     if not layers:
         raise RankwiseError(
             f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be replaced."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import CheckpointError, InvalidValueError
-from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
@@ -71,7 +71,7 @@ class Linear(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankLinear(Linear):
-    """`nn.Sequential` of a `Linear` without bias and a `Linear`."""
+    """`rankwise.modules.LowRankLinear` of two stock layers."""
 
     kind = "low_rank_linear"
     rank: int
@@ -83,7 +83,7 @@ class LowRankLinear(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class PivotPair(LowRankLinear):
-    """`nn.Sequential` of a `Linear` without bias and a `rankwise.modules.PivotLinear`."""
+    """`rankwise.modules.LowRankLinear` whose second layer is a `PivotLinear`."""
 
     kind = "pivot_linear"
 
@@ -154,7 +154,7 @@ class Embedding(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankEmbedding(Embedding):
-    """`nn.Sequential` of an `Embedding` and a `Linear` without bias."""
+    """`rankwise.modules.LowRankEmbedding` of two stock layers."""
 
     kind = "low_rank_embedding"
     rank: int
@@ -166,7 +166,7 @@ class LowRankEmbedding(Embedding):
 
 @dataclass(frozen=True, kw_only=True)
 class PivotEmbedding(LowRankEmbedding):
-    """`nn.Sequential` of an `Embedding` and a `rankwise.modules.PivotLinear` without bias."""
+    """`rankwise.modules.LowRankEmbedding` whose second layer is a `PivotLinear`."""
 
     kind = "pivot_embedding"
 
@@ -258,7 +258,7 @@ def layer_of(module: nn.Module) -> Layer | None:
         head = PivotHead if isinstance(module.projection, PivotLinear) else Head
         return head(inputs=width, outputs=words, bias=bias, rank=rank, embedding=None, projection=None)
     if isinstance(module, SelectedLinear):
-        outputs, kept = module.weight.shape
+        outputs, kept = module.columns.shape
         return Selected(inputs=module.kept.numel(), outputs=outputs, bias=module.bias is not None, kept=kept)
     # a parametrized or wrapped layer holds other parameters
     if isinstance(module, nn.Linear) and set(module._parameters) == {"weight", "bias"}:
@@ -267,7 +267,7 @@ def layer_of(module: nn.Module) -> Layer | None:
     if isinstance(module, nn.Embedding) and set(module._parameters) == {"weight"}:
         words, width = module.weight.shape
         return Embedding(words=words, width=width, padding_idx=module.padding_idx)
-    if type(module) is nn.Sequential and len(module) == 2:
+    if runs_in_order(module) and isinstance(module, nn.Sequential) and len(module) == 2:
         if isinstance(module[1], PivotLinear):
             return _pivot_pair_of(layer_of(module[0]), module[1])
         return _pair_of(layer_of(module[0]), layer_of(module[1]))

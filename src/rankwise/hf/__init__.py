@@ -14,7 +14,7 @@ except ImportError as error:
     ) from error
 
 from rankwise.adapters.families import ON_CHANGE as _ON_CHANGE
-from rankwise.adapters.targets import target_plan as find_plan
+from rankwise.adapters.plans import peft_plan as find_plan
 from rankwise.distill import Distillation, distillation_loss
 from rankwise.hf import patches as _patches
 from rankwise.hf import quantizer as _quantizer  # noqa: F401

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rankwise.core.surgery import become
 from rankwise.errors import RankwiseError
 from rankwise.hf.format import is_gated, ties_of
 from rankwise.hf.saving import save_changed
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, linear
+from rankwise.swap import become
 
 CHANGED = "_rankwise"
 """An attribute of every module of a model whose layers changed; copies have it too."""
@@ -105,9 +105,8 @@ def resize_token_embeddings(
     model._get_resized_embeddings(words, new_num_tokens, pad_to_multiple_of, mean_resizing)
     size = words.weight.shape[0]
     for module in model.modules():
-        first = module[0] if isinstance(module, nn.Sequential) and len(module) == 2 else module
-        if isinstance(first, nn.Embedding) and first.weight is weight:
-            vars(module)["num_embeddings"] = size
+        if isinstance(module, nn.Embedding) and module.weight is weight:
+            module.num_embeddings = size
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is not None:
         _resize_head(model, head, size, mean_resizing)
@@ -124,13 +123,14 @@ def _resize_head(model: PreTrainedModel, head: nn.Module, size: int, mean_resizi
         become(last, linear(nn.Parameter(last.weight.detach(), last.coefficients.requires_grad), last.bias))
     assert isinstance(last, nn.Linear | LowRankHead | SelectedLinear)
     bias = last.bias
-    if not isinstance(last, LowRankHead) and last.weight.shape[0] != size:
+    stored = last.columns if isinstance(last, SelectedLinear) else last.weight
+    if not isinstance(last, LowRankHead) and stored.shape[0] != size:
         # a stock layer around the same rows, for transformers to lengthen
-        rows = linear(nn.Parameter(last.weight.detach()), None)
+        rows = linear(nn.Parameter(stored.detach()), None)
         longer = model._get_resized_lm_head(rows, size, mean_resizing=mean_resizing)
-        last.weight.data = longer.weight.data
+        stored.data = longer.weight.data
     if bias is not None and bias.shape[0] != size:
         value = float(bias.detach().mean()) if mean_resizing else 0.0
         bias.data = F.pad(bias.data, (0, size - bias.shape[0]), value=value)
     if isinstance(last, nn.Linear):
-        last.out_features = vars(head)["out_features"] = size
+        last.out_features = size

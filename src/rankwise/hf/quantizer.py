@@ -18,8 +18,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.adapters.readers import answer
-from rankwise.core.surgery import become
 from rankwise.deploy.load import replacements
 from rankwise.deploy.structure import is_order
 from rankwise.errors import CheckpointError
@@ -27,6 +25,8 @@ from rankwise.files import check_file
 from rankwise.hf.format import AGAIN, METHOD, OTHER_SIZES, SavedLayers, is_foreign
 from rankwise.hf.patches import SIZES_MAY_DIFFER, mark_changed
 from rankwise.modules import PivotLinear, SelectedLinear
+from rankwise.split import split
+from rankwise.swap import become
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +80,7 @@ class RankwiseQuantizer(HfQuantizer):
     ) -> None:
         if checkpoint_files and self.saved.files is not None:
             _check_weights([Path(path) for path in checkpoint_files], self.saved.files)
+        split(model, self.saved.layers)
         other_sizes = SIZES_MAY_DIFFER.get()
         self.saved = saved = self.saved.renamed_for(model).checked_sizes(model, ignore=other_sizes)
         if checkpoint_files:
@@ -109,7 +110,6 @@ class RankwiseQuantizer(HfQuantizer):
             _check_layer(model, name)
         for name, source in self.copied.items():
             model.get_buffer(name).copy_(model.get_buffer(source))
-        answer(model)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         for module in model.modules():
             if hasattr(module, "config"):
@@ -193,7 +193,7 @@ def _check_layer(model: PreTrainedModel, name: str) -> None:
         if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
             raise CheckpointError(f"The folder must hold {name}.{key}, but does not. Save the model again.")
     if isinstance(module, SelectedLinear):
-        kept, columns = int(module.kept.sum()), module.weight.shape[1]
+        kept, columns = int(module.kept.sum()), module.columns.shape[1]
         if kept != columns:
             raise CheckpointError(f"{name} must keep {columns} inputs, but keeps {kept}. Save the model again.")
     for part in module.modules():

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.kernels import native
+from rankwise.lazy import lazy_weight
 
 LARGEST = 127
 SHIFT = 128
@@ -38,8 +39,6 @@ class Int8Linear(nn.Module):
     """A linear layer whose weight is int8. It has no gradient."""
 
     weight_OI: Tensor
-    weight: Tensor
-    """An empty tensor, for code that asks a layer for its dtype or device."""
     scale: Tensor
     bias: Tensor | None
     zero: Tensor
@@ -50,12 +49,20 @@ class Int8Linear(nn.Module):
         weight_OI = layer.weight.detach().float()
         scale_O = scales(weight_OI)
         self.register_buffer("weight_OI", (weight_OI / scale_O).round_().to(torch.int8))
-        self.register_buffer("weight", layer.weight.detach().new_empty(0), persistent=False)
+        self.dtype = layer.weight.dtype
         self.register_buffer("scale", scale_O.flatten())
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
         self.register_buffer("zero", torch.zeros(1, dtype=torch.int32), persistent=False)
         self._packed: Tensor | None = None
         """The weight as oneDNN lays it out, made when first needed."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The rounded weight in the dtype that the layer had before, O x I."""
+        like = self.scale.new_empty(0, dtype=self.dtype)
+        return lazy_weight(
+            lambda: (self.weight_OI * self.scale.unsqueeze(1)).to(self.dtype), self.weight_OI.shape, like
+        )
 
     @torch.no_grad()
     def forward(self, x_BI: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse, infers_on_cpu
-from rankwise.modules import Pair, is_observed
+from rankwise.modules import Pair, is_observed, runs_in_order
 
 MULTIPLE = 8
 """How many numbers of two bytes fit into 16 bytes."""
@@ -115,7 +115,7 @@ def call(module: nn.Module, x_BI: Tensor) -> Tensor:
         return y
     if type(module) is nn.Linear:
         return linear(x_BI, module.weight, module.bias)
-    if type(module) is nn.Sequential:
+    if runs_in_order(module) and isinstance(module, nn.Sequential):
         for part in module:
             x_BI = call(part, x_BI)
         return x_BI

@@ -16,7 +16,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.lab.experiments.fields import override
 from rankwise.lab.experiments.latency import FILE, find_latency
 from rankwise.lab.experiments.pipeline import run

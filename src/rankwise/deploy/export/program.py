@@ -25,10 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
-from rankwise.core.surgery import become
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
-from rankwise.modules import SIZES, LowRankHead, PivotLinear, SelectedLinear
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
+from rankwise.swap import become
+
+_SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
+"""What layers of PyTorch tell of themselves, and those in their place do too."""
 
 Inputs = Mapping[str, Any]
 """What a model is called with: tensors, or tuples of them, by the names of its arguments."""
@@ -241,7 +244,7 @@ def exportable(model: nn.Module) -> nn.Module:
     for module in list(made.modules()):
         replacement = _replacement(module)
         if replacement is not None:
-            sizes = {name: getattr(module, name) for name in SIZES if hasattr(module, name)}
+            sizes = {name: getattr(module, name) for name in _SIZES if hasattr(module, name)}
             become(module, replacement.eval())
             vars(module).update(sizes)
         if hasattr(getattr(module, "config", None), "use_cache"):
@@ -268,7 +271,7 @@ def _check_exportable(model: nn.Module) -> None:
 def _replacement(module: nn.Module) -> nn.Module | None:
     """The module that replaces one which engines cannot run, or run slowly; None to keep it."""
     if isinstance(module, SelectedLinear):
-        return _without_inputs(module.weight, module.bias) or IndexedLinear(module)
+        return _without_inputs(module.columns, module.bias) or IndexedLinear(module)
     if isinstance(module, LowRankHead):
         other = PivotHead(module) if isinstance(module.projection, PivotLinear) else None
         return _without_inputs(module.embedding.weight, module.bias) or other
@@ -313,7 +316,7 @@ class IndexedLinear(nn.Module):
 
     def __init__(self, layer: SelectedLinear) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias = layer.columns, layer.bias
         self.register_buffer("index_K", layer.kept.nonzero().flatten())
 
     def forward(self, x_BI: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.errors import InvalidTypeError, InvalidValueError
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,18 +302,18 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _embedding_pair(rows: int, low: int, width: int) -> nn.Sequential:
+def _embedding_pair(rows: int, low: int, width: int) -> LowRankEmbedding:
     words, projection = nn.Embedding(rows, low), nn.Linear(low, width, bias=False)
     _init(words.weight, projection.weight, width)
-    return nn.Sequential(words, projection)
+    return LowRankEmbedding(words, projection)
 
 
-def _logits_pair(rows: int, low: int, width: int, bias: bool) -> nn.Sequential:
+def _logits_pair(rows: int, low: int, width: int, bias: bool) -> LowRankLinear:
     projection, words = nn.Linear(width, low, bias=False), nn.Linear(low, rows, bias)
     _init(words.weight, projection.weight, width)
     if bias:
         nn.init.zeros_(words.bias)
-    return nn.Sequential(projection, words)
+    return LowRankLinear(projection, words)
 
 
 def _tied_head(pair: nn.Module, bias: bool) -> LowRankHead:

@@ -30,7 +30,7 @@ from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
 from rankwise.lab.kernels.sru import cpu, reference, sru
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
-from rankwise.modules import is_observed, pair_of
+from rankwise.modules import LowRankLinear, is_observed, pair_of
 
 RecurrenceInputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, float]
 
@@ -78,7 +78,7 @@ class SRULayer(nn.Module):
             self.projection = nn.Linear(input_width, outputs, bias=False)
         else:
             # in this form a plan recognises it as one matrix, low-rank already
-            self.projection = nn.Sequential(
+            self.projection = LowRankLinear(
                 nn.Linear(input_width, rank, bias=False), nn.Linear(rank, outputs, bias=False)
             )
         self.weight_c = nn.Parameter(torch.empty(2 * width))

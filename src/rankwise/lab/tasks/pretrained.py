@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.targets import target_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import SizeReport
 from rankwise.core.plan import Plan
 from rankwise.deploy.inputs import positions_of
@@ -260,7 +260,7 @@ class PretrainedTask(Task[P, D]):
             save_pretrained(known, folder, tokenizer=self.tokenizer, size=size, overwrite=True)
 
     def plan(self, model: nn.Module) -> Plan:
-        return target_plan(model, exclude_modules=self.experiment.exclude or None)
+        return find_plan(model, exclude=self.experiment.exclude)
 
     def phase(self, settings: TuningConfig, seed: int) -> LoopConfig:
         precision = self.experiment.precision

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.targets import target_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.plan import Plan
 from rankwise.errors import DataError, RankwiseError
 from rankwise.hub import source_of
@@ -217,9 +217,9 @@ class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
 
     def plan(self, model: nn.Module) -> Plan:
         """The encoder's matrices. The head stays whole: it is small, and no answer can do without it."""
-        heads = [name for name, _ in model.named_children() if name != getattr(model, "base_model_prefix", "")]
-        excluded = self.experiment.exclude or None
-        return target_plan(model, exclude_modules=excluded, modules_to_save=heads or None)
+        base = getattr(model, "base_model_prefix", "")
+        heads = [name for name, part in model.named_children() if name != base and any(True for _ in part.parameters())]
+        return find_plan(model, exclude=[*self.experiment.exclude, *heads])
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float] | None:
         """The metrics of the task, in float32."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise.adapters.generic import find_plan
+from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import SizeReport, count
 from rankwise.core.plan import Plan
 from rankwise.deploy.architectures import build, describe_config, from_description

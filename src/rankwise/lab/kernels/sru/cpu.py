@@ -24,7 +24,7 @@ from rankwise.kernels import int8, native
 from rankwise.kernels.device import infers_on_cpu
 from rankwise.kernels.int8 import Int8Linear
 from rankwise.lab.kernels.sru import reference, register_operator
-from rankwise.modules import PivotLinear, is_observed, linear
+from rankwise.modules import PivotLinear, is_observed, linear, runs_in_order
 
 READY: bool
 """Whether the recurrence could be built; found out when first asked for."""
@@ -133,8 +133,8 @@ def split_projection(projection: nn.Module, x_TBN: Tensor) -> tuple[list[nn.Modu
         return None
     before: list[nn.Module] = []
     last = projection
-    while type(last) is nn.Sequential and len(last) > 0 and not is_observed(last):
-        *others, last = last
+    while runs_in_order(last) and last._modules and not is_observed(last):
+        *others, last = last.children()
         before += others
     if isinstance(last, PivotLinear) and not is_observed(last):
         last = linear(nn.Parameter(last.weight, requires_grad=False), last.bias)

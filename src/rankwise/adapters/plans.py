@@ -1,45 +1,123 @@
 """A plan for an `nn.Module`: every linear layer and embedding found, tied weights once.
 
-What cannot be gated safely is left out, with a word.
+What cannot be gated is left out, with a reason. Layers are chosen by name: `find_plan`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
 
-from rankwise.adapters.heads import fresh
-from rankwise.adapters.kinds import WHOLES, kind_of, matrix_key, site_of, why_not
-from rankwise.adapters.names import Pattern, chosen
-from rankwise.adapters.readers import only_called, readers
+from rankwise.adapters.layer_kinds import PAIRS, WHOLES, fresh, kind_of, matrix_key, site_of, why_not
 from rankwise.core.layers import GatedLayer
 from rankwise.core.plan import LeftOut, Plan, Site, Use, get_module
-from rankwise.errors import InvalidTypeError, PlanError
+from rankwise.errors import InvalidTypeError, PlanError, nearest
 from rankwise.modules import LowRankHead
+from rankwise.split import all_split
+
+Pattern = str | Sequence[str]
+"""A regular expression that a module's whole name must match, or names: each matches itself and as a last part."""
+ALL_LINEAR = "all-linear"
 
 
 def find_plan(model: nn.Module, include: Pattern | None = None, exclude: Pattern = ()) -> Plan:
     """Plan every linear layer, embedding and low-rank pair of `model` whose name fits.
 
     A string is a regular expression for a module's whole name; of a list, each name matches itself and as a last part.
-    What matches no layer is refused. Heads that did not come with a pretrained model's checkpoint are left out, unless
-    `include` names them.
+    What matches no layer means all layers inside of the modules that it matches; what matches nothing is refused. Heads
+    that did not come with a pretrained model's checkpoint are left out, unless `include` names them.
+
+    Args:
+        model: any module; it stays as it is.
+        include: which layers are pruned, by default all that can be; "all-linear" as in PEFT: every linear layer but
+            the output layer and fresh heads.
+        exclude: which of them are not.
     """
+    return _find_plan(model, {"include": include}, {"exclude": exclude})
+
+
+def peft_plan(
+    model: nn.Module,
+    target_modules: Pattern | None = None,
+    exclude_modules: Pattern | None = None,
+    modules_to_save: Sequence[str] | None = None,
+) -> Plan:
+    """`find_plan` in PEFT's words: `target_modules` is `include`, the other two are `exclude`."""
+    excluded = {"exclude_modules": exclude_modules or (), "modules_to_save": modules_to_save or ()}
+    return _find_plan(model, {"target_modules": target_modules}, excluded)
+
+
+def _find_plan(model: nn.Module, include: dict[str, Pattern | None], exclude: dict[str, Pattern]) -> Plan:
+    """The arguments come by the names that the user knows them by."""
     check_ungated(model)
-    layers = layer_names(model)
-    included = None if include is None else chosen(model, "include", include, layers)
-    return plan_by_name(model, included, chosen(model, "exclude", exclude, layers))
+    with all_split(model):
+        layers = layer_names(model)
+        ((word, pattern),) = include.items()
+        included: set[str] | None = None
+        if pattern is not None:
+            included = _linear_layers(model) if pattern == ALL_LINEAR else _chosen(model, word, pattern, layers)
+        excluded = {name for each, names in exclude.items() for name in _chosen(model, each, names, layers)}
+        uses, refused = _uses(model, included, excluded)
+        sites, unsafe = _sites(model, uses, refused)
+        reasons = {**refused, **unsafe}
+        sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in reasons}
+        return Plan(tuple(sites), tuple(LeftOut(name, sizes[name], reason) for name, reason in reasons.items()))
 
 
-def plan_by_name(model: nn.Module, included: Collection[str] | None, excluded: Collection[str]) -> Plan:
-    """Plan the layers whose name is in `included` (None: all) and not in `excluded`."""
-    uses, refused = _uses(model, included, excluded)
-    sites, unsafe = _sites(model, uses, refused)
-    reasons = {**refused, **unsafe}
-    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in reasons}
-    return Plan(tuple(sites), tuple(LeftOut(name, sizes[name], reason) for name, reason in reasons.items()))
+def _linear_layers(model: nn.Module) -> set[str]:
+    # a method of transformers' models
+    output: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    unwanted = {id(output()), *fresh(model)}
+    linear = ("linear", "conv1d", "linear-pair")
+    found = {n for n, module in model.named_modules() if kind_of(module) in linear and id(module) not in unwanted}
+    if not found:
+        raise PlanError(f"{ALL_LINEAR!r} must match linear layers, but {type(model).__name__} has no linear layer.")
+    return found
+
+
+def _chosen(model: nn.Module, word: str, pattern: Pattern, known: Collection[str]) -> set[str]:
+    """The `known` names that the user's argument `word` means; each of its names must mean one."""
+    is_name = not isinstance(pattern, str)
+    words = [pattern] if isinstance(pattern, str) else pattern
+    if not isinstance(words, Iterable) or not all(isinstance(each, str) for each in words):
+        raise InvalidTypeError(f"`{word}` must be a string or a list of names, but is {pattern!r} instead.")
+    every = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: set[str] = set()
+    for asked in words:
+        try:
+            fitting = [name for name in every if _fits(name, asked, is_name=is_name)]
+        except re.error as error:
+            raise PlanError(
+                f"`{word}` must be a regular expression, but is {asked!r}: {error}. "
+                "Write '.*' for any text, or give a list of names."
+            ) from None
+        meant = set(fitting).intersection(known)
+        if not meant:
+            meant = {name for name in known if any(name.startswith(f"{whole}.") for whole in fitting)}
+        if not meant:
+            hint = _hint(asked, fitting, known, is_name=is_name)
+            raise PlanError(f"`{word}` must name layers of the model, but {asked!r} matches none.{hint}")
+        found |= meant
+    return found
+
+
+def _fits(name: str, asked: str, *, is_name: bool) -> bool:
+    if is_name:
+        return name == asked or name.endswith("." + asked)
+    return re.fullmatch(asked, name) is not None
+
+
+def _hint(asked: str, fitting: list[str], known: Collection[str], *, is_name: bool) -> str:
+    """What may have been meant."""
+    if fitting:
+        whole = [name for name in known if fitting[0].startswith(f"{name}.")]
+        return f" It is a part of {whole[0]!r}: name that." if whole else f" {fitting[0]!r} has no weights."
+    if not is_name and any(_fits(name, asked, is_name=True) for name in known):
+        return f" A string is a regular expression for whole names: give a list, [{asked!r}]."
+    return nearest(asked, sorted({name.rpartition(".")[2] for name in known}))
 
 
 def check_ungated(model: nn.Module) -> None:
@@ -55,15 +133,20 @@ def check_ungated(model: nn.Module) -> None:
 def check_plan(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan that was made from another model."""
     check_ungated(model)
-    for site in plan.sites:
-        modules = [get_module(model, use) for use in site.uses]
-        kinds = [kind_of(module) for module in modules]
-        if kinds != [use.kind for use in site.uses]:
-            raise PlanError(f"{site}: must be as the plan says, but is {kinds[0]}. Make the plan from this model.")
-        if len({matrix_key(module, use.kind) for module, use in zip(modules, site.uses, strict=True)}) > 1:
-            raise PlanError(f"{site}: must share one matrix, but do not. Make the plan from this model.")
-        if (found := site_of(modules[0], site.uses)) != site:
-            raise PlanError(f"{site}: must be {site.shape}, but is {found.shape}. Make the plan from this model.")
+    with all_split(model):
+        for site in plan.sites:
+            _check_site(model, site)
+
+
+def _check_site(model: nn.Module, site: Site) -> None:
+    modules = [get_module(model, use) for use in site.uses]
+    kinds = [kind_of(module) for module in modules]
+    if kinds != [use.kind for use in site.uses]:
+        raise PlanError(f"{site}: must be as the plan says, but is {kinds[0]}. Make the plan from this model.")
+    if len({matrix_key(module, use.kind) for module, use in zip(modules, site.uses, strict=True)}) > 1:
+        raise PlanError(f"{site}: must share one matrix, but do not. Make the plan from this model.")
+    if (found := site_of(modules[0], site.uses)) != site:
+        raise PlanError(f"{site}: must be {site.shape}, but is {found.shape}. Make the plan from this model.")
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -92,7 +175,6 @@ def _uses(
     for name, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(name)
     parts = _parts(model)
-    read = readers(model)
     random = fresh(model) if included is None else {}
     for name, module in model.named_modules():
         kind = kind_of(module)
@@ -104,8 +186,6 @@ def _uses(
             reason = "not in `include`"
         elif any(each in excluded for each in names[id(module)]):
             reason = "in `exclude`"
-        elif id(module) in read:
-            reason = read[id(module)]
         elif any(parameter.numel() == 0 for parameter in module.parameters()):
             reason = "it is empty"
         elif id(module) in random:
@@ -125,7 +205,6 @@ def _parts(model: nn.Module) -> set[int]:
         for child in module.children():
             parents[id(child)].add(id(module))
     parts: set[int] = set()
-    called = only_called(model)
     heads = {matrix_key(module, "low-rank-head") for module in model.modules() if isinstance(module, LowRankHead)}
     for module in model.modules():
         inside = [id(each) for each in module.modules() if each is not module]
@@ -133,8 +212,9 @@ def _parts(model: nn.Module) -> set[int]:
         # a head that multiplies by the product says that a pair is one
         tied = kind == "embedding-pair" and matrix_key(module, kind) in heads
         whole = tied or isinstance(module, LowRankHead | nn.Linear | nn.Embedding)
-        # code between its layers, or one that is also used outside, makes a pair two layers like any others
-        pair = kind in WHOLES and id(module) in called
+        # an `nn.Sequential` may be taken apart by the code around it, so its layers stand for themselves; so does a
+        # half of a pair that is also used outside
+        pair = isinstance(module, PAIRS) and kind is not None
         if whole or (pair and all(len(parents[part]) == 1 for part in inside)):
             parts.update(inside)
     return parts

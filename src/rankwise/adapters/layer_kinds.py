@@ -1,22 +1,30 @@
-"""How a module uses a weight matrix, if it does so as PyTorch's own layers do; and why not, if it does not."""
+"""What a layer is: how it uses a weight matrix, if it does so as PyTorch's own layers do; why not, if it does not; and
+whether its weights are fresh."""
 
 from __future__ import annotations
+
+import re
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from rankwise import split
 from rankwise.core.plan import Site, Use, UseKind, pair
-from rankwise.modules import LowRankHead, PivotLinear, scale_of
+from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, PivotLinear, runs_in_order, scale_of
 
+PAIRS = (LowRankLinear, LowRankEmbedding)
 WHOLES: tuple[UseKind, ...] = ("linear-pair", "embedding-pair", "low-rank-head")
 """Kinds of use whose children are part of them."""
+
+_TASK = re.compile(r".*For(Sequence|Token|Image|Audio)Classification|.*For(QuestionAnswering|MultipleChoice)")
+_MARK = "_is_hf_initialized"
 
 
 def kind_of(module: nn.Module) -> UseKind | None:
     """The kind of use that a module is, or None."""
     if isinstance(module, LowRankHead):
         return "low-rank-head"
-    if type(module) is nn.Sequential and len(module) == 2:
+    if isinstance(module, nn.Sequential) and runs_in_order(module) and len(module) == 2:
         return _pair_kind(*module)
     if _refusal(module) is not None:
         return None
@@ -44,7 +52,9 @@ def _refusal(module: nn.Module) -> str | None:
     """Why a module is not used as a plain linear layer or embedding; None where it is."""
     name = type(module).__name__
     if isinstance(module, PivotLinear):
-        return "the pair that it is half of is not only called"
+        return "the pair that it is half of is no LowRankLinear"
+    if type(module) in split.SPLIT:
+        return split.refusal(module) or "it shares a packed weight with another module"
     conv1d = name == "Conv1D" and hasattr(module, "nf") and getattr(module.weight, "ndim", 0) == 2
     if not isinstance(module, nn.Linear | nn.Embedding) and not conv1d:
         return f"{name} is not a linear layer or an embedding"
@@ -93,3 +103,32 @@ def site_of(module: nn.Module, uses: tuple[Use, ...]) -> Site:
         return Site(uses, (first.weight.shape[0], rows), first.weight.shape[1], pivot)
     rows, columns = module.weight.shape  # type: ignore[misc]
     return Site(uses, (columns, rows) if kind == "conv1d" else (rows, columns))
+
+
+def fresh(model: nn.Module) -> dict[int, str]:
+    """Modules of a pretrained model whose weights are most likely random, by identity, and why we think so.
+
+    Nothing says which components of random weights are worth keeping. transformers marks every tensor that a checkpoint
+    brought; where no mark is left (a copy, a model built from its configuration), a task head is known by the class of
+    its model.
+    """
+    found: dict[int, str] = {}
+    for part in model.modules():
+        # a `PreTrainedModel` of transformers, which need not be installed
+        if not hasattr(part, "base_model_prefix") or not hasattr(part, "config"):
+            continue
+        loaded = {id(p) for p in part.parameters() if getattr(p, _MARK, False)}
+        if loaded:
+            found |= dict.fromkeys(_without(part, loaded), "its weights did not come with the checkpoint")
+        elif _TASK.fullmatch(type(part).__name__):
+            base = getattr(part, str(part.base_model_prefix), None)
+            inside = {id(p) for p in base.parameters()} if isinstance(base, nn.Module) else set()
+            reason = f"a task head of {type(part).__name__} is most likely fresh; include it by name to prune it"
+            found |= dict.fromkeys(_without(part, inside) if inside else [], reason)
+    return found
+
+
+def _without(part: nn.Module, known: set[int]) -> list[int]:
+    """Modules that have parameters, none of them a known one."""
+    owned = ((module, [id(p) for p in module.parameters()]) for module in part.modules())
+    return [id(module) for module, parameters in owned if parameters and known.isdisjoint(parameters)]
