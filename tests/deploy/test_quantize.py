@@ -204,3 +204,19 @@ def test_a_bfloat16_model_is_close_and_the_original_untouched(make: Callable[[],
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     linear = [module for module in small.modules() if type(module) is nn.Linear]
     assert not linear
+
+
+@pytest.mark.parametrize("make, layer", [(int8, Int8Linear), (bfloat16, BFloat16Linear)], ids=["int8", "bfloat16"])
+def test_a_pair_is_two_calls_only_where_they_save_more_than_a_call_takes(
+    make: Callable[..., nn.Module], layer: type[nn.Module]
+) -> None:
+    """With few tokens the second call is not worth it; both forms compute the same, up to rounding."""
+    torch.manual_seed(0)
+    small = rw.compress(nn.Sequential(nn.Linear(96, 128), nn.Tanh(), nn.Linear(128, 64)), rw.Budget(removed=0.6))
+    x = torch.randn(50, 96)
+    few, many = make(small, tokens=1), make(small, tokens=10**6)
+    numbers = [sum(isinstance(module, layer) for module in model.modules()) for model in (few, many)]
+    assert numbers == [2, 4]
+    want = small(x).detach()
+    for model in (few, many):
+        assert float((model(x) - want).norm() / want.norm()) < 0.03

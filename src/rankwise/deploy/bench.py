@@ -214,7 +214,8 @@ def bench(
     if peers and config.device == "cuda":
         raise RankwiseError('Models of others are timed on a CPU, but `device` is "cuda". Leave one of them out.')
     parameters = {name: count(model) for name, model in {**models, **peers}.items()}
-    plain, more = _on_cpu(models, peers) if config.device == "cpu" else _on_gpu(models)
+    tokens = min(config.batches) * config.length
+    plain, more = _on_cpu(models, peers, tokens) if config.device == "cpu" else _on_gpu(models)
     rows = []
     for name in config.engines:
         # other engines quantize by themselves
@@ -231,12 +232,12 @@ def bench(
     return rows
 
 
-def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
-    """The models that every engine runs, and those that only torch runs."""
+def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module], tokens: int) -> tuple[Variants, Variants]:
+    """The models that every engine runs, and those that only torch runs, made for calls of so many tokens."""
     plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
-    more: Variants = {(name, "int8"): int8(model) for name, model in models.items()}
+    more: Variants = {(name, "int8"): int8(model, tokens=tokens) for name, model in models.items()}
     if can_multiply_bfloat16():
-        more |= {(name, "bfloat16"): bfloat16(model) for name, model in models.items()}
+        more |= {(name, "bfloat16"): bfloat16(model, tokens=tokens) for name, model in models.items()}
     return plain, more | {(name, "float32"): model.eval() for name, model in peers.items()}
 
 

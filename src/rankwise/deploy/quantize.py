@@ -18,7 +18,15 @@ from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8 import Int8Linear, can_multiply_bytes
 from rankwise.lazy import lazy_weight
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankHead, LowRankLinear
+
+TOKENS = 128
+"""Tokens of a call, where nobody says how many."""
+CALL_COST = {"int8": 9_000_000, "bfloat16": 3_500_000}
+"""Multiplications that take as long as what a layer does beside them: rounding, scaling, and the call itself.
+
+Measured on one core of an AMD EPYC (docs/log/speed-cpu.md).
+"""
 
 
 class BFloat16Linear(FixedDtypeModule):
@@ -48,15 +56,19 @@ class BFloat16Linear(FixedDtypeModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def bfloat16(model: nn.Module) -> nn.Module:
+def bfloat16(model: nn.Module, *, tokens: int = TOKENS) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in bfloat16; otherwise like `int8`."""
     if not can_multiply_bfloat16():
         _warn("bfloat16 (AVX512_BF16)")
-    return _multiplying(model, "bfloat16", BFloat16Linear)
+    return _multiplying(model, "bfloat16", BFloat16Linear, tokens)
 
 
-def int8(model: nn.Module) -> nn.Module:
+def int8(model: nn.Module, *, tokens: int = TOKENS) -> nn.Module:
     """A copy of `model` for inference on a CPU whose linear layers multiply in int8; `model` stays as it is.
+
+    A low-rank pair is two calls. Where these would take longer than one product with the whole matrix, for `tokens`
+    tokens at a time, the pair is multiplied out and rounded as one layer: at a quarter of the bytes of float32 it is
+    rarely larger than the pair was.
 
     Embeddings, norms, recurrences and output layers that are tied keep their precision; attention of rankwise's
     own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds, and
@@ -64,7 +76,7 @@ def int8(model: nn.Module) -> nn.Module:
     """
     if not can_multiply_bytes():
         _warn("int8 (VNNI)")
-    return _multiplying(model, "int8", Int8Linear)
+    return _multiplying(model, "int8", Int8Linear, tokens)
 
 
 def check_unrounded(model: nn.Module) -> None:
@@ -86,7 +98,7 @@ def _warn(what: str) -> None:
     )
 
 
-def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Module], tokens: int) -> nn.Module:
     """A copy of `model` whose linear layers are replaced by `make`, but for those whose weight others read."""
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
@@ -96,18 +108,39 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
     # these multiply by the weights of their layers, and do not call them
     readers = [module for module in model.modules() if isinstance(module, LowRankHead | nn.RNNBase)]
     read = {part for module in readers for part in module.children()}
+    pairs = [m for m in model.modules() if isinstance(m, LowRankLinear) and not _pays(m, CALL_COST[what], tokens)]
+    read |= {part for pair in pairs for part in pair}
     layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and m not in read]
-    if not layers:
+    if not layers and not pairs:
         raise RankwiseError(
             f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be replaced."
         )
-    quantized = copied(model, instead={layer: make(layer) for layer in layers})
+    instead: dict[nn.Module, nn.Module] = {layer: make(layer) for layer in layers}
+    instead |= {pair: make(_multiplied_out(pair)) for pair in pairs}
+    quantized = copied(model, instead=instead)
     if can_multiply_bfloat16():
         for module in quantized.modules():
             if hasattr(module, "inference_dtype"):
                 module.inference_dtype = torch.bfloat16  # type: ignore[assignment]
     families.changed(quantized)
     return quantized.eval()
+
+
+def _pays(pair: LowRankLinear, call_cost: int, tokens: int) -> bool:
+    """Whether the two factors are faster than the whole matrix: what they save must be worth a second call."""
+    first, second = pair
+    if type(first) is not nn.Linear or type(second) is not nn.Linear or not first.weight.numel():
+        return True
+    saved = pair.in_features * pair.out_features - first.weight.numel() - second.weight.numel()
+    return tokens * saved >= call_cost
+
+
+def _multiplied_out(pair: LowRankLinear) -> nn.Linear:
+    with torch.device("meta"):
+        layer = nn.Linear(pair.in_features, pair.out_features, bias=False)
+    layer.weight = nn.Parameter((pair.weight + 0).detach(), requires_grad=False)
+    layer.bias = pair.bias  # type: ignore[assignment]
+    return layer
 
 
 def can_multiply_bfloat16() -> bool:
