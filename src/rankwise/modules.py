@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.errors import InvalidValueError
 from rankwise.lazy import lazy_weight
 
 
@@ -262,7 +263,7 @@ class LowRankLinear(nn.Sequential):
 
     def __init__(self, first: nn.Linear, second: nn.Linear | PivotLinear) -> None:
         if first.out_features != second.in_features or first.bias is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 "The first layer of a LowRankLinear must have no bias and as many outputs as the second has inputs, "
                 f"but is {first} before {second}. Pass bias=False, and layers that fit."
             )
@@ -297,7 +298,7 @@ class LowRankEmbedding(nn.Sequential):
 
     def __init__(self, words: nn.Embedding, projection: nn.Linear | PivotLinear) -> None:
         if words.embedding_dim != projection.in_features or projection.bias is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 "The second layer of a LowRankEmbedding must have no bias and as many inputs as a word is wide, but "
                 f"is {projection} after {words}. Pass bias=False, and layers that fit."
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rankwise.kernels import linear
-from rankwise.lab.kernels import norm, relu
+from rankwise.lab.kernels import compiled, embedding, relu
 from rankwise.lab.kernels.relative_attention import reference
 from rankwise.lab.models import transformer_xl as models
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -64,21 +66,36 @@ def test_attention_and_every_gradient_are_those_of_the_reference(
 
 
 @pytest.mark.skipif(not GPU, reason="half precision of a GPU")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_a_compiled_norm_of_a_sum_is_that_of_torch(rate: float) -> None:
     """Where the addend is dropped, no gradient passes."""
     module, dropout = nn.LayerNorm(64, device=DEVICE), nn.Dropout(rate)
     x, addend = some(70, 64), some(70, 64)
     with torch.autocast("cuda", torch.bfloat16):
-        got = outputs_and_gradients(lambda x, y: norm.norm_of_sum(module, x, y, dropout), [x, addend])
+        got = outputs_and_gradients(lambda x, y: compiled.norm_of_sum(module, x, y, dropout), [x, addend])
     dropped = got["d1"] == 0
     assert abs(float(dropped.float().mean()) - rate) < 0.06
 
     def plain(x: Tensor, addend: Tensor) -> Tensor:
-        kept = addend * ~dropped / (1 - rate)
-        return norm.reference(x, kept, module.weight, module.bias, module.eps, 0.0, torch.bfloat16)
+        return module(x + addend * ~dropped / (1 - rate)).bfloat16()
 
     assert_same(got, outputs_and_gradients(plain, [x, addend]), BF16)
+
+
+@pytest.mark.skipif(not GPU, reason="half precision of a GPU")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_compiled_norm_and_loss_are_those_of_torch() -> None:
+    module, targets = nn.LayerNorm(205, device=DEVICE), torch.randint(-1, 205, (70,), device=DEVICE)
+    x = some(70, 205)
+
+    def run(norm: Callable[..., Tensor], loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+        return outputs_and_gradients(lambda x: loss(norm(x).bfloat16()), [x])
+
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run(lambda x: compiled.norm(module, x), lambda y: compiled.cross_entropy(y, targets, -1))
+        want = run(module, lambda y: nn.functional.cross_entropy(y.float(), targets, ignore_index=-1))
+    assert_same(got, want, BF16)
 
 
 @kernels
@@ -153,6 +170,20 @@ def test_a_linear_layer_in_half_precision_is_that_of_torch(inputs: int, outputs:
         got = outputs_and_gradients(linear.linear, tensors)
     want = outputs_and_gradients(nn.functional.linear, tensors)
     assert_same(got, {name: tensor.to(got[name].dtype) for name, tensor in want.items()}, BF16)
+
+
+@pytest.mark.skipif(not GPU, reason="half precision of a GPU")
+@pytest.mark.parametrize("words, width", [(204, 512), (205, 205), (3, 1)])
+def test_a_look_up_in_half_precision_is_that_of_torch(words: int, width: int) -> None:
+    table = nn.Embedding(words, width, device=DEVICE)
+    index = torch.randint(words, (4, 300), device=DEVICE)
+
+    def run(look_up: Callable[[], Tensor]) -> dict[str, Tensor]:
+        return outputs_and_gradients(lambda weight: look_up(), [table.weight])
+
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run(lambda: embedding.call(table, index))
+    assert_same(got, run(lambda: table(index)), BF16)
 
 
 @kernels

@@ -27,8 +27,8 @@ from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
-from rankwise.lab.kernels import relu
-from rankwise.lab.kernels.norm import norm_of_sum
+from rankwise.lab.kernels import embedding, relu
+from rankwise.lab.kernels.compiled import norm_of_sum
 from rankwise.lab.kernels.relative_attention import cpu
 
 Memory = tuple[Tensor, ...]
@@ -267,7 +267,7 @@ class TransformerXL(nn.Module):
     def forward(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, Memory]:
         """Logits (B, T, V) of the next word after each token, and the memory to give with the next segment."""
         num_remembered = self._num_remembered(tokens_BT, memory)
-        h_BTD = self.dropout(self.embedding(tokens_BT) * math.sqrt(self.config.width))
+        h_BTD = self.dropout(embedding.call(self.embedding, tokens_BT) * math.sqrt(self.config.width))
         if can_fuse(h_BTD):
             h_BTD = h_BTD.to(half_dtype(h_BTD) or h_BTD.dtype)
         positions = self._positions(num_remembered, h_BTD)

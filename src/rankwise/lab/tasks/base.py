@@ -394,8 +394,7 @@ class Task(ABC, Generic[E, D]):
         experiment, model = self.experiment, self.skeleton()
         plan, method = self.plan(model), experiment.method
         if experiment.budget is not None:
-            account = size_account(
-                model, plan_for_method(model, plan, method), method, trained=experiment.init != "random"
-            )
+            pruned = plan_for_method(model, plan, method)
+            account = size_account(model, pruned, method, trained=experiment.init != "random")
             for budget in experiment.budgets():
                 budget.resolve(account)

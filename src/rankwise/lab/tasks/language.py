@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.lab.data.corpus import Unit
 from rankwise.lab.data.windows import IGNORED, Evaluation
+from rankwise.lab.kernels.compiled import cross_entropy
 from rankwise.lab.models.adaptive import AdaptiveSoftmax, WordSplit, split_words
 from rankwise.lab.models.sru import SRULanguageModel
 from rankwise.measure import evaluating
@@ -74,9 +74,7 @@ class LanguageModel(nn.Module):
         tokens_BT = tokens.to(self.device, non_blocking=True)
         targets_BT = targets.to(self.device, non_blocking=True)
         logits_BTV, state = self.logits(tokens_BT, state)
-        logits = logits_BTV.flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED), state
+        return cross_entropy(logits_BTV, targets_BT.flatten(), IGNORED), state
 
     def logits(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The model's answers (B, T, V), and the state after the window."""
