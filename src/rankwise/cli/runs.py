@@ -173,7 +173,7 @@ def _arguments(
             add("--removed", type=listed(float), metavar="FRACTIONS", help=f"Sizes with commas: 0.7,0.8. {preset}")
             add("--seeds", type=listed(int), metavar="NUMBERS", help=f"Seeds with commas: 0,1,2. {preset}")
         add("--out", metavar="FOLDER", help=f"Where everything is written. Default: {out}.")
-        trackers = "Trackers that Accelerate knows, with commas, such as tensorboard."
+        trackers = "Trackers, with commas: tensorboard, wandb."
         add("--trackers", type=listed(str), default=[], metavar="NAMES", help=trackers)
         add("--json", action="store_true", help="Print the record as JSON.")
 
