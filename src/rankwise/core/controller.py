@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from rankwise.core.budget import SizeAccount
 from rankwise.core.distributed import DistributedGroup, checksum
 from rankwise.core.gates import SELECT_UP_TO, FixedDtypeModule, Gate, Mask
+from rankwise.core.loop_checks import ZeroGradDetector
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import linear
-from rankwise.core.zero_grad import ZeroGradDetector
 from rankwise.errors import InvalidValueError, RankwiseError
 
 GPU_RANK_MULTIPLE = 16

@@ -1,18 +1,25 @@
-"""Gating in place: a planned module becomes a gated one without changing its identity (`rankwise.swap`)."""
+"""Gating in place, and back: a planned module becomes a gated one without changing its identity (`rankwise.swap`); a
+compact model is a copy with plain layers in place of gated ones.  Paper: section 4.4 "Inference".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from rankwise.core.budget import count
+from rankwise.core.copies import copied
 from rankwise.core.layers import GatedEmbedding, GatedLayer, GatedLinear
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, listed, pair
 from rankwise.errors import RankwiseError
 from rankwise.modules import scaling_of
 from rankwise.swap import become
+
+if TYPE_CHECKING:
+    from rankwise.core.controller import Controller
 
 
 def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
@@ -81,3 +88,17 @@ def _around(name: str) -> set[str]:
     """The names of the modules that a module stands in, but that of the model."""
     parts = name.split(".")
     return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
+    """A new model of at most `limit` parameters; `model` stays as it is."""
+    layers = gated_layers(model)
+    plain: dict[nn.Module, nn.Module] = {}
+    memo: dict[int, object] = {}
+    for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.kept_components(limit), strict=True)):
+        export = matrix.export(kept, controller.export_values(i))
+        uses = [layer for layer in layers if layer.matrix is matrix]
+        # an output layer is tied to its embedding, so that one is made first
+        for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
+            plain[layer] = layer.plain(export, memo).train(layer.training)
+    return copied(model, memo, plain)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.kernels import linear
-from rankwise.lab.kernels import compiled, embedding, relu
+from rankwise.lab.kernels import compiled, embedding
 from rankwise.lab.kernels.relative_attention import reference
 from rankwise.lab.models import transformer_xl as models
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -102,16 +102,20 @@ def test_a_compiled_norm_and_loss_are_those_of_torch() -> None:
 @pytest.mark.parametrize("size", [(1,), (7, 33), (3000,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_relu_is_that_of_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    from rankwise.lab.kernels.relu import relu_dropout
+
     x = some(*size, dtype=dtype)
-    got = outputs_and_gradients(lambda x: relu.relu_dropout(x, 0.0), [x])
+    got = outputs_and_gradients(lambda x: relu_dropout(x, 0.0), [x])
     assert_same(got, outputs_and_gradients(nn.functional.relu, [x]), 0)
 
 
 @kernels
 def test_relu_drops_its_share_and_no_gradient_passes_there() -> None:
+    from rankwise.lab.kernels.relu import relu_dropout
+
     x = some(100, 40)
     torch.manual_seed(0)
-    got = outputs_and_gradients(lambda x: relu.relu_dropout(x, 0.25), [x])
+    got = outputs_and_gradients(lambda x: relu_dropout(x, 0.25), [x])
     kept = got["out0"] != 0
     assert abs(float(kept[x > 0].float().mean()) - 0.75) < 0.06
     want = outputs_and_gradients(lambda x: nn.functional.relu(x) * kept / 0.75, [x])
@@ -203,8 +207,7 @@ def test_a_fused_model_gives_what_the_plain_one_gives(
     tokens = torch.randint(13, (2, 10), device=DEVICE)
     found = []
     for fused in (True, False):
-        for module in (models, relu):
-            monkeypatch.setattr(module, "can_fuse", lambda x, fused=fused: fused)
+        monkeypatch.setattr(models, "can_fuse", lambda x, fused=fused: fused)
         # outside autocast the interpreter knows the kernels in float32
         monkeypatch.setattr(models.RelativeAttention, "_can_fuse", lambda self, qkv, fused=fused: fused)
         _, memory = model(tokens[:, :4])

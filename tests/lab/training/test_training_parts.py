@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rankwise.lab.data.windows import IGNORED, Evaluation
 from rankwise.lab.tasks.language import LanguageModel, carry, evaluate, shape_of
-from rankwise.lab.training.schedules import SCHEDULES, constant, cosine, inverse_sqrt
+from rankwise.lab.training.config import SCHEDULES, constant, cosine, inverse_sqrt
 from tests.lab.training.training_toys import CONFIG, make_model
 
 steps = st.integers(1, 10_000)

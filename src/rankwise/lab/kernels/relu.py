@@ -1,25 +1,66 @@
-"""relu and dropout in one pass over memory on a GPU."""
+"""relu and dropout in one pass over memory on a GPU: the output holds all that the gradient needs."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from typing import Any
 
-from rankwise.kernels.device import can_fuse
-from rankwise.modules import is_observed
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rankwise.kernels.device import on
+from rankwise.lab.kernels.dropout import draw, kept
+
+BLOCK = 2048
+"""Numbers that one program computes."""
 
 
-def call(x: Tensor, dropout: nn.Dropout) -> Tensor:
-    """`dropout(relu(x))`."""
-    if not can_fuse(x) or is_observed(dropout):
-        y: Tensor = dropout(F.relu(x))
+@triton.jit
+def relu_fwd_kernel(p_x, p_seed, dropout, p_y, N, BLOCK: tl.constexpr):
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_y = tl.maximum(tl.load(p_x + o_n, mask=o_n < N, other=0.0).to(tl.float32), 0.0)
+    if p_seed is not None:
+        b_y = tl.where(kept(tl.load(p_seed), o_n, dropout), b_y / (1 - dropout), 0.0)
+    tl.store(p_y + o_n, b_y, mask=o_n < N)
+
+
+@triton.jit
+def relu_bwd_kernel(p_dy, p_y, p_dx, dropout, N, BLOCK: tl.constexpr):
+    o_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_y = tl.load(p_y + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    b_dy = tl.load(p_dy + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    # where y is zero, relu or dropout has closed the way
+    tl.store(p_dx + o_n, tl.where(b_y > 0, b_dy / (1 - dropout), 0.0), mask=o_n < N)
+
+
+class ReluDropout(torch.autograd.Function):
+    """dropout(relu(x))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        with on(x):
+            relu_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, *draw(dropout, x.device), y, x.numel(), BLOCK=BLOCK)
+        ctx.dropout = dropout
+        ctx.save_for_backward(y)
         return y
-    return relu_dropout(x, dropout.p if dropout.training else 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        dx = torch.empty_like(y)
+        with on(y):
+            relu_bwd_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                dy.contiguous(), y, dx, ctx.dropout, y.numel(), BLOCK=BLOCK
+            )
+        return dx, None
 
 
 def relu_dropout(x: Tensor, dropout: float) -> Tensor:
     """`F.dropout(F.relu(x), dropout)`."""
-    from rankwise.lab.kernels.relu_kernels import ReluDropout
-
     y: Tensor = ReluDropout.apply(x, dropout)  # type: ignore[no-untyped-call]
     return y

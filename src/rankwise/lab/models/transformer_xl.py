@@ -27,9 +27,10 @@ from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
-from rankwise.lab.kernels import embedding, relu
+from rankwise.lab.kernels import embedding
 from rankwise.lab.kernels.compiled import norm_of_sum
 from rankwise.lab.kernels.relative_attention import cpu
+from rankwise.modules import is_observed
 
 Memory = tuple[Tensor, ...]
 """The last inputs of each layer, (B, at most `memory_length`, D) a layer, detached.
@@ -200,7 +201,15 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return linear.call(self.second, relu.call(linear.call(self.first, x_BTD), self.dropout))
+        return linear.call(self.second, self._relu_dropout(linear.call(self.first, x_BTD)))
+
+    def _relu_dropout(self, x: Tensor) -> Tensor:
+        if not can_fuse(x) or is_observed(self.dropout):
+            y: Tensor = self.dropout(F.relu(x))
+            return y
+        from rankwise.lab.kernels.relu import relu_dropout
+
+        return relu_dropout(x, self.dropout.p if self.dropout.training else 0.0)
 
 
 class TransformerXLLayer(nn.Module):

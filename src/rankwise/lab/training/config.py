@@ -7,7 +7,7 @@ counted in steps; `TuningConfig` for examples, counted in epochs, which becomes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +16,47 @@ import torch
 from rankwise.errors import InvalidValueError
 from rankwise.lab.data.vocabulary import Array
 from rankwise.lab.data.windows import Evaluation
-from rankwise.lab.training.schedules import SCHEDULES
 
 Precision = Literal["no", "bf16"]
 Schedule = Literal["inverse-sqrt", "cosine", "constant", "linear"]
 Device = Literal["auto", "cpu"]
+
+
+# Learning rate schedules are factors on the peak: pure functions of the step k = 1, 2, ..., the number w of warm-up
+# steps and the number n of all steps. A resumed run needs no state of theirs.
+
+
+def inverse_sqrt(step: int, warmup_steps: int, num_steps: int) -> float:
+    """min(k^-1/2, k w^-3/2) w^1/2: up to 1 at k = w, then down with the root.  Paper: appendix (Noam)."""
+    w = max(warmup_steps, 1)
+    return min(step / w, math.sqrt(w / step))
+
+
+def cosine(step: int, warmup_steps: int, num_steps: int) -> float:
+    """k / w, then (1 + cos(pi (k - w) / (n - w))) / 2: down to 0 at the last step."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return (1 + math.cos(math.pi * (step - warmup_steps) / (num_steps - warmup_steps))) / 2
+
+
+def constant(step: int, warmup_steps: int, num_steps: int) -> float:
+    """min(1, k / w)."""
+    return min(1.0, step / max(warmup_steps, 1))
+
+
+def linear(step: int, warmup_steps: int, num_steps: int) -> float:
+    """k / w, then (n - k) / (n - w): down to 0 at the last step."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return (num_steps - step) / (num_steps - warmup_steps)
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "inverse-sqrt": inverse_sqrt,
+    "cosine": cosine,
+    "constant": constant,
+    "linear": linear,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +77,7 @@ class LoopConfig:
     dense_steps: int = 0
     """Steps before the pruner is made: the warm-up of the dense model."""
     schedule: Schedule = "inverse-sqrt"
-    """How the learning rate moves (`rankwise.lab.training.schedules`)."""
+    """How the learning rate moves (`SCHEDULES`)."""
     warmup_steps: int = 0
     """The learning rate rises linearly for so many steps."""
     restart_schedule: bool = False
