@@ -66,7 +66,7 @@ class Pruner:
     Args:
         model: any module. Its planned layers become gated layers, in place.
         budget: the size of the exported model, such as `Budget(removed=0.8)` or `Budget(params=8_000_000)`.
-        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac" or "dense" (`rankwise.methods`), or a method object.
+        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac", "svd" or "dense" (`rankwise.methods`), or a method object.
         plan: the matrices to prune (`rankwise.find_plan`). Default: every linear layer and embedding that can be gated
             safely.
         init: how a matrix is factorized. "svd" and "whitened" keep what the model computes; "random" draws new factors

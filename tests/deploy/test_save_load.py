@@ -27,6 +27,7 @@ from rankwise.deploy.save import save
 from rankwise.modules import LowRankHead, LowRankLinear
 from tests.deploy.saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
 from tests.flips import unsealed
+from tests.methods.rows import METHODS as ROWS
 from tests.models import Spec, batch
 
 
@@ -377,3 +378,8 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         save(small, tmp_path / "small")
     assert not list(tmp_path.iterdir())
+
+
+def test_every_method_is_saved_and_loaded() -> None:
+    """A method of the tests' table without a row here would not be."""
+    assert {name.split()[0] for name in METHODS} == {name.split()[0] for name in ROWS}

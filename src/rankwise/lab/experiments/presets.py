@@ -190,7 +190,7 @@ def enwik8_transformer_xl(
 def _pretrained(hub: str, *, small: bool) -> dict[str, Any]:
     """Our recipe for pretrained models: one-shot, then distilled; 35% of the model removed, as in the paper."""
     tuned = TuningConfig(epochs=3, lr=1e-4 if small else 3e-5, max_steps=1_500, min_steps=200)
-    # low: a model that is compressed already has more to lose than to learn (docs/log.md)
+    # low: a model that is compressed already has more to lose than to learn (docs/log/fine-tuning.md)
     made_small = replace(tuned, lr=3e-5 if small else 1.5e-5, schedule="cosine")
     return {
         "model": PretrainedConfig(name=hub),
@@ -259,7 +259,7 @@ def _row(
     """
     base, training = phases
     if short is not None:
-        # a rate that falls twice costs what it gained the first time (docs/log.md)
+        # a rate that falls twice costs what it gained the first time (docs/log/training.md)
         base = replace(_shortened(base, short[0]), schedule="constant")
         training = _shortened(training, short[1])
     dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)
