@@ -1,4 +1,4 @@
-"""The SRU recurrence and layers against the `sru` package 2.6.0 (tests/lab/kernels/README.md), gradcheck and a plain loop."""
+"""The SRU recurrence and layers against the `sru` package 2.6.0 (README.md), gradcheck and a plain loop."""
 
 from __future__ import annotations
 
