@@ -187,7 +187,7 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _is_renamed(name: str, pair: nn.Module, names: Collection[str]) -> bool:
-    """Whether a pair of the skeleton's shape was made anew: its layers, whatever they were called, are 0 and 1 then."""
+    """Whether a pair of the skeleton's shape was rebuilt: its layers, whatever they were called, are 0 and 1 then."""
     first = f"{name}.0.weight" if name else "0.weight"
     return isinstance(pair, nn.Sequential) and "0" not in pair._modules and first in names
 

@@ -220,7 +220,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that `module` itself holds and computes anew whenever it is built: they are not saved."""
+    """The buffers that `module` itself holds and computes again whenever it is built: they are not saved."""
     for name in sorted(module._non_persistent_buffers_set):
         buffer = module._buffers.get(name)
         if buffer is not None:
