@@ -23,6 +23,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.core.controller import Controller
 from rankwise.core.gates import HardConcreteGate
+from rankwise.modules import LowRankLinear
 
 REPEATS = 5
 
@@ -35,7 +36,7 @@ def factorized_encoder(device: str) -> nn.Module:
             if isinstance(layer, nn.Linear):
                 rank = layer.in_features * layer.out_features // (layer.in_features + layer.out_features)
                 first = nn.Linear(layer.in_features, rank, bias=False)
-                setattr(block, name, nn.Sequential(first, nn.Linear(rank, layer.out_features)))
+                setattr(block, name, LowRankLinear(first, nn.Linear(rank, layer.out_features)))
     return model.to(device)
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.modules import LowRankLinear
 
 STEPS, RAMP, BATCH, CONTEXT = 4000, 1500, 128, 8
 TARGETS, GATE_LRS, MULTIPLIER_LRS = (0.5, 0.8, 0.9), (1e-2, 3e-2, 1e-1), (1e-3, 1e-2, 1e-1)
@@ -36,8 +37,8 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 16)
-        self.hidden_1 = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 256))
-        self.hidden_2 = nn.Sequential(nn.Linear(256, 64, bias=False), nn.Linear(64, 256))
+        self.hidden_1 = LowRankLinear(nn.Linear(128, 64, bias=False), nn.Linear(64, 256))
+        self.hidden_2 = LowRankLinear(nn.Linear(256, 64, bias=False), nn.Linear(64, 256))
         self.out = nn.Linear(256, 256)
 
     def forward(self, context: Tensor) -> Tensor:
