@@ -32,7 +32,7 @@ from rankwise.lab.tasks.pretrained import (
     PretrainedTask,
     check_length,
     check_share,
-    first_line,
+    first_sentence,
     load_config,
     load_tokenizer,
     quiet,
@@ -258,5 +258,5 @@ def load_decoder(name: str | os.PathLike[str]) -> nn.Module:
 
 def _no_decoder(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
     return RankwiseError(
-        f"`model.name` must be a model that predicts the next token, but {name} is not: {first_line(error)}"
+        f"`model.name` must be a model that predicts the next token, but {name} is not: {first_sentence(error)}"
     )

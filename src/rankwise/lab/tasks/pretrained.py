@@ -21,7 +21,7 @@ from rankwise.core.budget import SizeReport
 from rankwise.core.plan import Plan
 from rankwise.deploy.inputs import positions_of
 from rankwise.distill import Distillation, distillation_loss
-from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseError, install_extra
+from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseError, first_line, install_extra
 from rankwise.hub import source_of
 from rankwise.lab.tasks.base import Calibration, D, Experiment, SavedModel, SizePreview, Task
 from rankwise.lab.training.config import LoopConfig, TuningConfig, check_whole
@@ -310,7 +310,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
                 return tokenizer
             why = f"it holds none of {', '.join(files)}."
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            why = first_line(error)
+            why = first_sentence(error)
     raise RankwiseError(
         f"`model.name` must come with a tokenizer, but {name} does not: {why} Save the model's tokenizer beside it."
     )
@@ -333,7 +333,7 @@ def load_config(name: str | os.PathLike[str]) -> Any:
             what = "a folder without a model" if Path(name).is_dir() else "neither a folder nor to be had from the hub"
             raise RankwiseError(
                 f"`model.name` must be a folder with a model, or a name on the hub, but {name} is {what}: "
-                f"{first_line(error)}"
+                f"{first_sentence(error)}"
             ) from error
 
 
@@ -346,10 +346,9 @@ def check_length(model: nn.Module, name: str | os.PathLike[str], max_length: int
         )
 
 
-def first_line(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first line of what went wrong, as a sentence."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return f"{line[:200]}."
+    return f"{first_line(error).rstrip('.')}."
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from rankwise.lab.tasks.pretrained import (
     PretrainedTask,
     check_length,
     check_share,
-    first_line,
+    first_sentence,
     load_config,
     load_tokenizer,
     quiet,
@@ -329,5 +329,5 @@ def load_encoder(name: str | os.PathLike[str], task: GlueTask, *, seed: int | No
 
 def _no_classifier(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
     return RankwiseError(
-        f"`model.name` must be a model that can classify texts, but {name} is not: {first_line(error)}"
+        f"`model.name` must be a model that can classify texts, but {name} is not: {first_sentence(error)}"
     )
