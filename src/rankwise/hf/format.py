@@ -15,29 +15,24 @@ import torch
 from torch import nn
 
 from rankwise.core.layers import GatedLayer
+from rankwise.deploy.pretrained import METHOD, VERSION, read_entry
 from rankwise.deploy.structure import (
     Head,
     Layer,
     LowRankEmbedding,
     PivotEmbedding,
     PivotHead,
-    from_json,
     layer_of,
     layers_of,
     role_of,
     to_json,
 )
 from rankwise.errors import CheckpointError
-from rankwise.files import FILES, check_seal, verifies
 from rankwise.version import VERSION as OWN_VERSION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-METHOD = "rankwise"
-VERSION = 2
-UNSEALED = 1
-"""The version without checksums."""
 REMEDY = (
     'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
     "`import rankwise.hf` before `from_pretrained`"
@@ -48,8 +43,6 @@ OTHER_SIZES = (
     "fresh values."
 )
 """The remedy for a configuration that asks for other sizes."""
-AGAIN = "Save the model again or download it again; RANKWISE_VERIFY=0 in the environment loads it as it is."
-"""The remedy for a checksum that does not fit."""
 
 
 def is_gated(model: nn.Module) -> bool:
@@ -103,28 +96,8 @@ class SavedLayers:
     @classmethod
     def read(cls, entry: dict[str, Any]) -> SavedLayers:
         """Read an entry; one of a newer version, or one that rankwise did not write, is refused."""
-        version = entry.get("version")
-        verify = version != UNSEALED and verifies()
-        if type(version) is int and version > VERSION:
-            raise CheckpointError(
-                f"The `quantization_config` in config.json must be version {VERSION} at most, but is version "
-                f"{version}, written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
-            )
-        try:
-            if version not in (UNSEALED, VERSION):
-                raise CheckpointError(f"its version is {version!r}")
-            if verify:
-                check_seal(entry)
-            if entry.get("gated") is True:
-                return cls(True, {}, {})
-            layers = {str(name): from_json(layer) for name, layer in _part_of(entry, "layers").items()}
-            tied = {str(name): str(source) for name, source in _part_of(entry, "tied").items()}
-        except (AttributeError, TypeError, ValueError, CheckpointError) as error:
-            raise CheckpointError(
-                f"The `quantization_config` in config.json must be as rankwise wrote it, but is damaged: {error}. "
-                f"{AGAIN if verify else 'Save the model again.'}"
-            ) from None
-        return cls(False, layers, tied, files=entry[FILES] if verify else None)
+        read = read_entry(entry)
+        return cls(read.gated, read.layers, read.tied, files=read.files)
 
     def renamed_for(self, model: PreTrainedModel) -> SavedLayers:
         """The same layers under the names that a model of another class over the same base has for them.
@@ -210,13 +183,6 @@ class SavedLayers:
         here = _renamer(model, model.state_dict())
         pairs = ((here(name), here(source)) for name, source in self.tied.items())
         return {name: source for name, source in pairs if name is not None and source is not None}
-
-
-def _part_of(entry: dict[str, Any], key: str) -> dict[str, Any]:
-    if key not in entry:
-        raise CheckpointError(f"it has no `{key}`")
-    part: dict[str, Any] = entry[key]
-    return part
 
 
 def is_foreign(model: PreTrainedModel) -> bool:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from rankwise.deploy.inputs import model_class
+from rankwise.deploy.pretrained import METHOD
 from rankwise.errors import CheckpointError, RankwiseError, first_line
-from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hub import source_of
 

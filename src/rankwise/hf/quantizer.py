@@ -19,10 +19,11 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise.deploy.load import replacements
+from rankwise.deploy.pretrained import AGAIN, METHOD
 from rankwise.deploy.structure import is_order
 from rankwise.errors import CheckpointError
 from rankwise.files import check_file
-from rankwise.hf.format import AGAIN, METHOD, OTHER_SIZES, SavedLayers, is_foreign
+from rankwise.hf.format import OTHER_SIZES, SavedLayers, is_foreign
 from rankwise.hf.patches import SIZES_MAY_DIFFER, mark_changed
 from rankwise.modules import PivotLinear, SelectedLinear
 from rankwise.split import split
