@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from rankwise.deploy.structure import Head, Linear, LowRankEmbedding, PivotEmbedding, PivotHead
+from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotEmbedding, PivotHead, Role
 from rankwise.errors import CheckpointError
 from rankwise.serve.grouped import Second, grouped_pair, second_product
-from rankwise.serve.weights import AGAIN, GroupedWeights, Missing, Part, WordWeights, receiver
+from rankwise.serve.weights import AGAIN, GroupedWeights, Missing, Part, Span, WordWeights, receiver
 
 
 class LowRankLinearMethod(LinearMethodBase):
@@ -33,26 +33,25 @@ class LowRankLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        refuse_parallel(layer, self.parts[0][0])
-        # one matrix in the folder may be several of vLLM (Phi-3's qkv_proj)
-        sizes = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
-        parts = [Part(name, size, form) for (name, form), size in zip(self.parts, sizes, strict=True)]
-        for part in parts:
-            # vLLM pads the outputs of a head
-            outputs = getattr(layer, "org_vocab_size", part.outputs)
-            if part.form is not None and (part.form.inputs, part.form.outputs) != (input_size, outputs):
-                raise CheckpointError(
-                    f"{part.name} must be linear {input_size} -> {outputs} as config.json says, but was saved as "
-                    f"{part.form.role}. {AGAIN}"
-                )
-        layer.rankwise = GroupedWeights(layer, parts, input_size, params_dtype, self.missing)
+        sizes = output_partition_sizes
+        if len(self.parts) == 1 and len(sizes) > 1:
+            # one matrix in the folder, several of vLLM (Phi-3's qkv_proj)
+            refuse_divided(layer, self.parts[0][0])
+            sizes = [sum(sizes)]
+        spans = [outputs_here(layer, index, size) for index, size in enumerate(sizes)]
+        for (name, form), span in zip(self.parts, spans, strict=True):
+            if form is not None:
+                check_role(name, form, Role("linear", (input_size, span.whole), form.bias))
+        here = input_size_per_partition
+        start = layer.tp_rank * here if here < input_size else 0
+        parts = [Part(*part, span, size) for part, span, size in zip(self.parts, spans, sizes, strict=True)]
+        layer.rankwise = GroupedWeights(layer, parts, Span(start, start + here, input_size), params_dtype, self.missing)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.missing.check()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        parts = [factor.value for factor in layer.second]
-        return grouped_pair(x, getattr(layer, "0").weight, parts, bias)
+        return grouped_pair(x, getattr(layer, "0").weight, [factor.value for factor in layer.second], bias)
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> Any:
         # the folder holds this head itself
@@ -75,21 +74,16 @@ class LowRankEmbeddingMethod(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        refuse_parallel(layer, self.name)
-        if (self.form.words, self.form.width) != (layer.org_vocab_size, input_size):
-            raise CheckpointError(
-                f"{self.name} must be embedding {layer.org_vocab_size} -> {input_size} as config.json says, but was "
-                f"saved as {self.form.role}. {AGAIN}"
-            )
-        rows = sum(output_partition_sizes)
-        layer.rankwise = WordWeights(layer, self.name, self.form, rows, params_dtype, self.missing)
+        (padded,) = output_partition_sizes
+        words = outputs_here(layer, 0, padded)
+        check_role(self.name, self.form, Role("embedding", (words.whole, input_size)))
+        layer.rankwise = WordWeights(layer, self.name, self.form, words, padded, params_dtype, self.missing)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.missing.check()
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        words = F.embedding(input_, getattr(layer, "0").weight)
-        return second_product(words, layer.second.value)
+        return second_product(F.embedding(input_, getattr(layer, "0").weight), layer.second.value)
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError("An embedding gives no logits; its head does.")
@@ -111,15 +105,16 @@ class LowRankHeadMethod(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        refuse_parallel(layer, self.name)
+        (padded,) = output_partition_sizes
+        words = outputs_here(layer, 0, padded)
+        check_role(self.name, self.form, Role("linear", (input_size, words.whole), self.form.bias))
         if self.form.embedding is None:
             kind = PivotEmbedding if isinstance(self.form, PivotHead) else LowRankEmbedding
-            form = kind(words=self.form.outputs, width=self.form.inputs, padding_idx=None, rank=self.form.rank)
+            form = kind(words=words.whole, width=input_size, padding_idx=None, rank=self.form.rank)
             children = ("embedding", "projection")
-            rows = sum(output_partition_sizes)
-            layer.rankwise = WordWeights(layer, self.name, form, rows, params_dtype, self.missing, children)
+            layer.rankwise = WordWeights(layer, self.name, form, words, padded, params_dtype, self.missing, children)
             return
-        # a folder holds the order of a pivot layer twice: buffers are not tied
+        # a folder holds the order of a pivot layer twice, because buffers are not tied
         projection = nn.Module()
         projection.places = receiver(lambda loaded, shard: None, torch.int32)
         layer.add_module("projection", projection)
@@ -127,28 +122,24 @@ class LowRankHeadMethod(QuantizeMethodBase):
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> Any:
         if self.form.embedding is not None:
-            source = getattr(embed_tokens, "rankwise", None)
-            if not isinstance(source, WordWeights):
-                raise CheckpointError(f"{self.name} must be tied to a low-rank embedding, but is not. {AGAIN}")
-            layer.rankwise = source
+            layer.rankwise = getattr(embed_tokens, "rankwise", None)
         return layer
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weights: Any = layer.rankwise
+        self.missing.check()
+        weights = layer.rankwise
         if weights is None:
             raise CheckpointError(
-                f"{self.name} must be tied to {self.form.embedding}, but config.json has `tie_word_embeddings` false. "
-                "Set it to true."
+                f"{self.name} must be tied to {self.form.embedding}, but vLLM's model did not tie them. "
+                "Check `tie_word_embeddings` in config.json."
             )
-        self.missing.check()
         # logits = words (P^T h)
         first = nn.Parameter(weights.factor.matrix.t().contiguous(), requires_grad=False)
         layer.register_parameter("narrowing", first)
         layer.register_parameter("words", weights.table)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        words: Any = layer.words
-        return grouped_pair(x, layer.narrowing, [Second(words.shape[1], words)], bias)
+        return grouped_pair(x, layer.narrowing, [Second(layer.words.shape[1], layer.words)], bias)
 
 
 class OwnHeadMethod(UnquantizedEmbeddingMethod):
@@ -158,10 +149,28 @@ class OwnHeadMethod(UnquantizedEmbeddingMethod):
         return layer
 
 
-def refuse_parallel(layer: Any, name: str) -> None:
-    """Refuse a layer whose matrices would be divided among several devices."""
-    if getattr(layer, "tp_size", 1) > 1:
+def outputs_here(layer: Any, index: int, size: int) -> Span:
+    """Which outputs of the matrix with that number in a merged layer this device has; `size` are theirs, padded."""
+    if isinstance(layer, VocabParallelEmbedding):
+        indices = layer.shard_indices
+        return Span(indices.org_vocab_start_index, indices.org_vocab_end_index, layer.org_vocab_size)
+    if not isinstance(layer, ColumnParallelLinear):
+        return Span(0, size, size)
+    # devices that are more than there are heads of keys and values have copies of them
+    copies = getattr(layer, "num_kv_head_replicas", 1) if index else 1
+    start = layer.tp_rank // copies * size
+    return Span(start, start + size, size * (layer.tp_size // copies))
+
+
+def check_role(name: str, form: Layer, role: Role) -> None:
+    if form.role != role:
+        raise CheckpointError(f"{name} must be {role} as config.json says, but was saved as {form.role}. {AGAIN}")
+
+
+def refuse_divided(layer: Any, name: str) -> None:
+    """Refuse a matrix of which a device would have rows that are not next to each other."""
+    if layer.tp_size > 1:
         raise CheckpointError(
-            f"Folders of rankwise must be served with --tensor-parallel-size 1, but {name} would be divided among "
-            f"{layer.tp_size} devices. Serve several copies (--data-parallel-size) instead."
+            f"rankwise serves {name} with --tensor-parallel-size 1 only, because vLLM divides it in parts, but it is "
+            f"{layer.tp_size}. Serve several copies (--data-parallel-size) instead."
         )
