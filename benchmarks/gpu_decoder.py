@@ -146,6 +146,7 @@ def main() -> None:
                 # above 1: faster than dense
                 "speed": spread([a / b for a, b in zip(times["dense"], taken, strict=True)]),
             }
+        print(f"\n{table(rows, [case])}", flush=True)
     print(f"\n{table(rows, list(cases))}")
     if options.record is not None:
         record = {

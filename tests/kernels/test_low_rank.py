@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels.low_rank import LowRankGroup, Part, low_rank_group
+from rankwise.kernels.low_rank import LowRankGroup, Part, low_rank_group, many_rows
 from tests.lab.kernels.triton_cases import DEVICE, GPU, by_interpreter, kernels, poison, run_by_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -74,6 +74,15 @@ def test_the_kernels_give_what_its_layers_give(name: str, inputs: int, rows: int
     else:
         y = second_of_rows(x_MI @ group.q_RI.t(), group.p, group.large_tiles, group.targets, group.bias, outputs)
     torch.testing.assert_close(y.double(), one_by_one(parts, group.bias, x_MI), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["one pair", "pairs"])
+def test_many_rows_are_written_in_place(name: str) -> None:
+    group, parts = make(name, 12, bias=True)
+    x_BI = torch.randn(4, 30, 12, device=DEVICE)
+    with torch.no_grad():
+        y_BO = many_rows(x_BI, group.q_RI, group.p, group.bias, group.ranks, group.rows)
+    torch.testing.assert_close(y_BO.double(), one_by_one(parts, group.bias, x_BI), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")

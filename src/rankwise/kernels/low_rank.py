@@ -135,6 +135,21 @@ def low_rank_group(
     return y.view(*x_BI.shape[:-1], num_outputs)
 
 
+def many_rows(
+    x_BI: Tensor, q_RI: Tensor, p: Tensor, bias_O: Tensor | None, ranks: list[int], rows: list[int]
+) -> Tensor:
+    """The reference for many rows, without a copy of the outputs: each part is written where it belongs."""
+    h_MR = F.linear(x_BI.reshape(-1, x_BI.shape[-1]), q_RI)
+    y_MO = h_MR.new_empty(len(h_MR), sum(rows))
+    sizes = [rank * count for rank, count in zip(ranks, rows, strict=True)]
+    parts = zip(torch.split(h_MR, ranks, 1), torch.split(p, sizes), torch.split(y_MO, rows, 1), strict=True)
+    for h, weights, y in parts:
+        torch.mm(h, weights.view(y.shape[1], h.shape[1]).t(), out=y)
+    if bias_O is not None:
+        y_MO += bias_O
+    return y_MO.view(*x_BI.shape[:-1], sum(rows))
+
+
 @low_rank_group.register_fake
 def _(
     x_BI: Tensor,
@@ -169,10 +184,8 @@ def low_rank_group_reference(
     parts = zip(torch.split(h_BR, ranks, -1), torch.split(p, sizes), rows, strict=True)
     y_BN = torch.cat([F.linear(h, weights.view(count, h.shape[-1])) for h, weights, count in parts], -1)
     if targets is not None:
-        of_rows, of_components = torch.split(targets.long(), [y_BN.shape[-1], h_BR.shape[-1]])
-        chosen = (of_components >= 0).nonzero().flatten()
-        y_BO = x_BI.new_empty(*x_BI.shape[:-1], num_outputs)
-        y_BO[..., of_rows] = y_BN
-        y_BO[..., of_components[chosen]] = h_BR[..., chosen]
-        y_BN = y_BO
+        # where each output stands; index -1 is a place behind the last output, for components that are none
+        sources = torch.empty(num_outputs + 1, dtype=torch.long, device=x_BI.device)
+        sources[targets.long()] = torch.arange(len(targets), device=x_BI.device)
+        y_BN = torch.cat([y_BN, h_BR], -1).index_select(-1, sources[:num_outputs])
     return y_BN if bias_O is None else y_BN + bias_O
