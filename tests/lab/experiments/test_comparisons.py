@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import rankwise as rw
-from rankwise.lab.experiments.fields import override
+from rankwise.cli.settings import override
 from rankwise.lab.experiments.pipeline import prune, run
 from rankwise.lab.experiments.run_folder import read_experiment
 from rankwise.lab.experiments.sweep import sweep

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.plans import find_plan
-from rankwise.lab.experiments.fields import override
+from rankwise.cli.settings import override
 from rankwise.lab.experiments.latency import FILE, find_latency
 from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import PRESETS
