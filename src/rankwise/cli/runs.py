@@ -150,7 +150,7 @@ def sweep(options: Options) -> None:
     example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2
     """
     from rankwise.cli.progress import watching
-    from rankwise.lab.experiments.sweep import sweep
+    from rankwise.lab.experiments.pipeline import sweep
 
     experiment = options.experiment
     if experiment.budget is not None and experiment.budget.latency_ms is not None:
