@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
-from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.errors import BudgetError
 from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, size_account
 from rankwise.split import all_split
+from rankwise.swap import copied
 
 P = TypeVar("P", Plan, Plan | None)
 ROUNDS = 7

@@ -29,8 +29,8 @@ def count(model: nn.Module) -> int:
 class CostCurve:
     """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense).
 
-    In the pivot layout (`rankwise.core.pivot`) k components cost k * (per_component - k): the more there are, the less
-    another one costs, and all of them cost as much as the dense matrix.
+    In the pivot layout (`rankwise.core.exports`) k components cost k * (per_component - k): the more there are, the
+    less another one costs, and all of them cost as much as the dense matrix.
     """
 
     num_components: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.factorize import Moments
-from rankwise.core.plan import Plan, Site, Use, get_module
+from rankwise.core.plan import Plan, Site, Use, get_module, words_of
 from rankwise.errors import DataError
 from rankwise.measure import call_model, evaluating
 from rankwise.modules import scale_of
@@ -144,8 +144,7 @@ def _squared_gradients(site: Site, use: Use, sums: dict[str, Tensor], without_gr
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
             return output
-        table = module[0] if use.kind == "embedding-pair" and isinstance(module, nn.Sequential) else module
-        scale = (scale_of(table) if isinstance(table, nn.Embedding) else None) or 1.0
+        scale = (scale_of(words_of(module)) or 1.0) if use.is_embedding else 1.0
         if not torch.is_grad_enabled():
             without_grad.add(site.name)
             return output

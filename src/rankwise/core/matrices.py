@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.core.budget import CostCurve
-from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
+from rankwise.core.exports import (
+    ROUNDING,
+    DenseExport,
+    Export,
+    LowRankExport,
+    PivotExport,
+    SelectedExport,
+    rounding_error,
+)
 from rankwise.core.gates import Gate
-from rankwise.core.pivot import ROUNDING, rounding_error
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 

@@ -146,6 +146,13 @@ def pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear | Pivot
     return first, second
 
 
+def words_of(module: nn.Module) -> nn.Embedding:
+    """The table of an embedding, or of the low-rank pair in its place."""
+    words = module[0] if isinstance(module, nn.Sequential) else module
+    assert isinstance(words, nn.Embedding)
+    return words
+
+
 def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
     """The bias that is added after the matrix, if any."""
     if use.kind == "linear-pair":
