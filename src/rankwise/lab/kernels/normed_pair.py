@@ -45,15 +45,9 @@ def row_rstd(x_ND: Tensor, eps: float) -> Tensor:
 
 
 def reference(
-    x_ND: Tensor,
-    rstd_N: Tensor,
-    q_RD: Tensor,
-    p_OR: Tensor,
-    norm_weight_D: Tensor,
-    norm_bias_D: Tensor,
-    z_R: Tensor | None = None,
-    active: Tensor | None = None,
-) -> Tensor:
+    x_ND: Tensor, rstd_N: Tensor, q_RD: Tensor, p_OR: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor,
+    z_R: Tensor | None = None, active: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """u (N, O) in the dtype of x, differentiable in every tensor of numbers."""
     if active is not None:
         q_RD, p_OR = q_RD.index_select(0, active), p_OR.index_select(1, active)
@@ -77,17 +71,7 @@ def row_stats_kernel(p_x, p_mean, p_rstd, eps, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def fold_kernel(
-    p_q,
-    p_gamma,
-    p_beta,
-    p_z,
-    p_active,
-    p_c,
-    p_t,
-    D,
-    BLOCK_D: tl.constexpr,
-):
+def fold_kernel(p_q, p_gamma, p_beta, p_z, p_active, p_c, p_t, D, BLOCK_D: tl.constexpr):
     i_k = tl.program_id(0)
     i_r = tl.load(p_active + i_k) if p_active is not None else i_k
     o_d = tl.arange(0, BLOCK_D)
@@ -103,24 +87,9 @@ def fold_kernel(
 
 @triton.jit
 def fold_bwd_kernel(
-    p_dc,
-    p_dt_blocks,
-    p_q,
-    p_gamma,
-    p_beta,
-    p_z,
-    p_active,
-    p_places,
-    p_dq,
-    p_dz,
-    p_sums,
-    R,
-    K,
-    D,
-    NUM_BLOCKS,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    p_dc, p_dt_blocks, p_q, p_gamma, p_beta, p_z, p_active, p_places, p_dq, p_dz, p_sums, R, K, D, NUM_BLOCKS,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Gradients of the rows of Q and of z, and what these rows add to those of gamma and beta.
 
     A component that took no part adds nothing, and its gradients are zero.
@@ -194,15 +163,9 @@ def row_stats(x_ND: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def normed_pair(
-    x_ND: Tensor,
-    rstd_N: Tensor,
-    q_RD: Tensor,
-    p_OR: Tensor,
-    norm_weight_D: Tensor,
-    norm_bias_D: Tensor,
-    z_R: Tensor | None = None,
-    active: Tensor | None = None,
-) -> Tensor:
+    x_ND: Tensor, rstd_N: Tensor, q_RD: Tensor, p_OR: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor,
+    z_R: Tensor | None = None, active: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`reference`, which runs instead for a pair with no components at all."""
     rank = (q_RD if active is None else active).shape[0]
     if active is None and x_ND.dtype.itemsize == 2 and (more := -rank % MULTIPLE):
@@ -219,16 +182,9 @@ class _NormedPair(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        rstd_N: Tensor,
-        q_RD: Tensor,
-        p_OR: Tensor,
-        gamma_D: Tensor,
-        beta_D: Tensor,
-        z_R: Tensor | None,
-        active: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, x_ND: Tensor, rstd_N: Tensor, q_RD: Tensor, p_OR: Tensor, gamma_D: Tensor, beta_D: Tensor,
+        z_R: Tensor | None, active: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         x_ND, q_RD = x_ND.contiguous(), q_RD.contiguous()
         c_RD, t_R = _fold(q_RD, gamma_D, beta_D, z_R, active, x_ND.dtype)
         if active is None:
@@ -269,15 +225,9 @@ def _fold(
 
 
 def _fold_bwd(
-    dc_RD: Tensor,
-    dt_blocks: Tensor,
-    q_RD: Tensor,
-    gamma_D: Tensor,
-    beta_D: Tensor,
-    z_R: Tensor | None,
-    active: Tensor | None,
-    places_R: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dc_RD: Tensor, dt_blocks: Tensor, q_RD: Tensor, gamma_D: Tensor, beta_D: Tensor, z_R: Tensor | None,
+    active: Tensor | None, places_R: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of Q, gamma, beta and z, zero for components that are not active; `dt_blocks` add up to that of t."""
     rank, width = q_RD.shape
     dq_RD, dz_R = torch.empty_like(q_RD), None if z_R is None else torch.empty_like(z_R)

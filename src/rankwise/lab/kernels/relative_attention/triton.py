@@ -46,13 +46,9 @@ def fits(head_width: int) -> bool:
 
 
 def relative_attention(
-    qkv_BSJHE: Tensor,
-    r_SHE: Tensor,
-    content_bias_HE: Tensor,
-    position_bias_HE: Tensor,
-    num_queries: int,
+    qkv_BSJHE: Tensor, r_SHE: Tensor, content_bias_HE: Tensor, position_bias_HE: Tensor, num_queries: int,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`reference.relative_attention`."""
     y_BTHE: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         qkv_BSJHE, r_SHE, content_bias_HE, position_bias_HE, num_queries, window
@@ -65,14 +61,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv_BSJHE: Tensor,
-        r_SHE: Tensor,
-        content_bias_HE: Tensor,
-        position_bias_HE: Tensor,
-        num_queries: int,
-        window: int | None,
-    ) -> Tensor:
+        ctx: Any, qkv_BSJHE: Tensor, r_SHE: Tensor, content_bias_HE: Tensor, position_bias_HE: Tensor,
+        num_queries: int, window: int | None,
+    ) -> Tensor:  # fmt: skip
         dtype = qkv_BSJHE.dtype
         qkv_BSJHE, r_SHE = qkv_BSJHE.contiguous(), r_SHE.to(dtype)
         q_BTHE = qkv_BSJHE[:, -num_queries:, 0]
@@ -102,13 +93,9 @@ class _Attention(torch.autograd.Function):
 
 
 def forward(
-    qkv_BSJHE: Tensor,
-    content_bias_HE: Tensor,
-    scores_HNS: Tensor,
-    num_queries: int,
-    window: int | None,
+    qkv_BSJHE: Tensor, content_bias_HE: Tensor, scores_HNS: Tensor, num_queries: int, window: int | None,
     launch: Launch = FORWARD,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the logarithm to base 2 of the sum of each softmax, (B, H, T)."""
     size_B, _, _, size_H, width = qkv_BSJHE.shape
     y_BTHE = qkv_BSJHE.new_empty(size_B, num_queries, size_H, width)
@@ -134,15 +121,9 @@ def row_products(dy_BTHE: Tensor, y_BTHE: Tensor) -> Tensor:
 
 
 def backward(
-    dy_BTHE: Tensor,
-    qkv_BSJHE: Tensor,
-    content_bias_HE: Tensor,
-    scores_HNS: Tensor,
-    lse_BHT: Tensor,
-    delta_BHT: Tensor,
-    window: int | None,
-    launch: Launch = BACKWARD,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy_BTHE: Tensor, qkv_BSJHE: Tensor, content_bias_HE: Tensor, scores_HNS: Tensor, lse_BHT: Tensor,
+    delta_BHT: Tensor, window: int | None, launch: Launch = BACKWARD,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of k and v, that of q left open; and of the scaled scores, by distance and by key (B, H, T, S)."""
     size_B, num_queries, size_H, width = dy_BTHE.shape
     num_keys = qkv_BSJHE.shape[1]

@@ -81,25 +81,9 @@ def _heads_of(p_qkv, i_b, i_h, T, S, H, E: tl.constexpr):
 
 @triton.jit
 def _attend(
-    b_q,
-    p_k,
-    p_v,
-    p_places,
-    i_s,
-    o_t,
-    o_e,
-    b_max,
-    b_sum,
-    b_y,
-    scale,
-    T,
-    S,
-    H,
-    window,
-    E: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, window,
+    E: tl.constexpr, MASKED: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Take one block of keys into the softmax: its largest score so far, its sum, and the sum of values."""
     o_s = i_s + tl.arange(0, BLOCK_S)
     b_k = _load_rows(p_k, o_s, o_e, 3 * H * E, S)
@@ -121,22 +105,9 @@ def _attend(
 
 @triton.jit
 def attention_fwd_kernel(
-    p_qkv,
-    p_bias,
-    p_scores,
-    B,
-    T,
-    S,
-    H,
-    window,
-    scale,
-    p_y,
-    p_lse,
-    E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_qkv, p_bias, p_scores, B, T, S, H, window, scale, p_y, p_lse,
+    E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     i_b, i_h = _head(H)
     p_q, p_k, p_v = _heads_of(p_qkv, i_b, i_h, T, S, H, E)
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -188,30 +159,9 @@ def _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, M
 
 @triton.jit
 def _slope_of_keys(
-    b_k,
-    b_v,
-    b_dk,
-    b_dv,
-    p_q,
-    p_bias,
-    p_dy,
-    p_lse,
-    p_delta,
-    p_scores,
-    p_dscores,
-    p_dby_key,
-    i_t,
-    o_s,
-    o_e,
-    scale,
-    T,
-    S,
-    H,
-    window,
-    E: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    b_k, b_v, b_dk, b_dv, p_q, p_bias, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
+    i_t, o_s, o_e, scale, T, S, H, window, E: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """Add what one block of queries says of keys and values, and write the gradient of scores: by distance, by key."""
     o_t = i_t + tl.arange(0, BLOCK_T)
     b_q = _load_queries(p_q, p_bias, o_t, o_e, 3 * H * E, T)
@@ -236,26 +186,9 @@ def _slope_of_keys(
 
 @triton.jit
 def attention_bwd_kernel(
-    p_qkv,
-    p_bias,
-    p_scores,
-    B,
-    T,
-    S,
-    H,
-    window,
-    scale,
-    p_dy,
-    p_lse,
-    p_delta,
-    p_dqkv,
-    p_dscores,
-    p_dby_key,
-    E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_qkv, p_bias, p_scores, B, T, S, H, window, scale, p_dy, p_lse, p_delta, p_dqkv, p_dscores, p_dby_key,
+    E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     i_b, i_h = _head(H)
     p_q, p_k, p_v = _heads_of(p_qkv, i_b, i_h, T, S, H, E)
     o_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -304,19 +237,9 @@ def attention_bwd_kernel(
 
 @triton.jit
 def attention_merge_kernel(
-    p_dcontent,
-    p_dposition,
-    p_dqkv,
-    p_sums,
-    scale,
-    B,
-    T,
-    S,
-    H,
-    E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-):
+    p_dcontent, p_dposition, p_dqkv, p_sums, scale, B, T, S, H,
+    E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
     """The gradient of q: its two parts where there are queries, zero in the memory; and their sums, for the biases."""
     i_program, num_programs, A = tl.program_id(0), tl.num_programs(0), H * E
     o_n = i_program * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -29,17 +29,9 @@ class Rows(NamedTuple):
 
 
 def recurrence(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None,
-    scale: float,
-    *,
-    eps: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Rows | None, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor, mask_BD: Tensor | None,
+    scale: float, *, eps: float | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Rows | None, Tensor]:  # fmt: skip
     """Outputs and last state of `reference.sru`, and between them the outputs as rows for the next layer.
 
     Args:
@@ -63,17 +55,9 @@ def normed_product(rows: Rows, norm: nn.LayerNorm, pair: Pair) -> Tensor:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        u_TBKD: Tensor,
-        x_TBD: Tensor | None,
-        weight_c_GD: Tensor,
-        bias_GD: Tensor,
-        c0_BD: Tensor,
-        mask_BD: Tensor | None,
-        scale: float,
-        eps: float | None,
-        dropout: float,
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
+        mask_BD: Tensor | None, scale: float, eps: float | None, dropout: float,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.dropout = draw(dropout, u_TBKD.device)
         ctx.scale, ctx.c0_dtype = scale, c0_BD.dtype
         h_TBD, c_BD, states_TBD = forward(
