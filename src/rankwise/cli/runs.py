@@ -24,7 +24,7 @@ from rankwise.cli.report import show
 from rankwise.lab.report import row_table, table
 
 if TYPE_CHECKING:
-    from rankwise.lab.data.text import Progress
+    from rankwise.lab.data.vocabulary import Progress
     from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import rankwise as rw
-from rankwise.lab.tasks.language import LanguageModel, evaluate
-from rankwise.lab.tasks.stream_loss import StreamObjective, Streams
+from rankwise.lab.tasks.language import LanguageModel, StreamObjective, Streams, evaluate
 from rankwise.lab.training.run import Run
 from tests.lab.training.training_toys import CONFIG, SETTINGS, make_corpus, make_model
 

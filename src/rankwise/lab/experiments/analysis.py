@@ -9,7 +9,7 @@ from torch import nn
 
 from rankwise.core.budget import SizeReport, count
 from rankwise.core.plan import Site, get_module
-from rankwise.lab.training.histograms import GATES
+from rankwise.lab.training.run import GATES
 from rankwise.pruner import Pruner
 
 

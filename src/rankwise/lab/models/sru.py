@@ -28,7 +28,7 @@ from rankwise.deploy.architectures import register
 from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
-from rankwise.lab.kernels import compiled, embedding
+from rankwise.lab.kernels.layers import look_up, norm
 from rankwise.lab.kernels.sru import cpu, reference, sru
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import LowRankLinear, is_observed, pair_of
@@ -121,7 +121,7 @@ class SRULayer(nn.Module):
         if taken is None:
             return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
         before, last = taken
-        y = x_TBN if self.norm is None else compiled.norm(self.norm, x_TBN)
+        y = x_TBN if self.norm is None else norm(self.norm, x_TBN)
         for factor in before:
             y = linear.call(factor, y)
         c0_BD = x_TBN.new_zeros(x_TBN.shape[1], self.width) if c0_BD is None else c0_BD
@@ -129,7 +129,7 @@ class SRULayer(nn.Module):
 
     def project(self, x_TBN: Tensor) -> Tensor:
         """u = W norm(x), (T, B, K D)."""
-        return linear.call(self.projection, x_TBN if self.norm is None else compiled.norm(self.norm, x_TBN))
+        return linear.call(self.projection, x_TBN if self.norm is None else norm(self.norm, x_TBN))
 
     def recurrence_inputs(
         self, u: Tensor, x_TBN: Tensor, c0_BD: Tensor | None, mask_BD: Tensor | None = None
@@ -342,9 +342,9 @@ class SRULanguageModel(nn.Module):
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
         if isinstance(tokens_BT, Tensor) and can_fuse(tokens_BT) and not self._is_observed():
             # time first already when they are looked up: the rows need not be moved
-            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT.t().contiguous()))
+            e_TBE = self.dropout(look_up(self.embedding, tokens_BT.t().contiguous()))
         else:
-            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
+            e_TBE = self.dropout(look_up(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
         dropout = self.dropout.p if self.dropout.training else 0.0
         h_TBD, state_LBD = self.sru(e_TBE, state_LBD, dropout=dropout)
         return h_TBD.transpose(0, 1), state_LBD

@@ -27,8 +27,7 @@ from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
-from rankwise.lab.kernels import embedding
-from rankwise.lab.kernels.compiled import norm_of_sum
+from rankwise.lab.kernels.layers import look_up, norm_of_sum
 from rankwise.lab.kernels.relative_attention import cpu
 from rankwise.modules import is_observed
 
@@ -207,7 +206,7 @@ class FeedForward(nn.Module):
         if not can_fuse(x) or is_observed(self.dropout):
             y: Tensor = self.dropout(F.relu(x))
             return y
-        from rankwise.lab.kernels.relu import relu_dropout
+        from rankwise.lab.kernels.dropout import relu_dropout
 
         return relu_dropout(x, self.dropout.p if self.dropout.training else 0.0)
 
@@ -276,7 +275,7 @@ class TransformerXL(nn.Module):
     def forward(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, Memory]:
         """Logits (B, T, V) of the next word after each token, and the memory to give with the next segment."""
         num_remembered = self._num_remembered(tokens_BT, memory)
-        h_BTD = self.dropout(embedding.call(self.embedding, tokens_BT) * math.sqrt(self.config.width))
+        h_BTD = self.dropout(look_up(self.embedding, tokens_BT) * math.sqrt(self.config.width))
         if can_fuse(h_BTD):
             h_BTD = h_BTD.to(half_dtype(h_BTD) or h_BTD.dtype)
         positions = self._positions(num_remembered, h_BTD)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
 from rankwise.errors import InvalidValueError, RankwiseError, nearest
-from rankwise.lab.data.text import Progress
+from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
 from rankwise.methods import METHODS, make_method

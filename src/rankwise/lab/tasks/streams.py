@@ -24,13 +24,11 @@ from rankwise.errors import CheckpointError, DataError, InvalidValueError, Rankw
 from rankwise.lab.data.corpus import Corpus, Unit
 from rankwise.lab.data.download import PUBLISHED
 from rankwise.lab.data.sources import NAMES, load_corpus, load_prepared
-from rankwise.lab.data.text import Progress
-from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.data.vocabulary import Progress, Vocabulary
 from rankwise.lab.data.windows import Windows
 from rankwise.lab.models import ModelConfig
 from rankwise.lab.tasks.base import Calibration, Experiment, SavedModel, SizePreview, Task
-from rankwise.lab.tasks.language import LanguageModel, Quality, evaluate
-from rankwise.lab.tasks.stream_loss import StreamObjective
+from rankwise.lab.tasks.language import LanguageModel, Quality, StreamObjective, evaluate
 from rankwise.lab.training.config import TrainingConfig
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices

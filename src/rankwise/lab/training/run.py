@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.optim import linear
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.lab.training.checkpoint import (
     Checkpoint,
@@ -25,12 +26,18 @@ from rankwise.lab.training.checkpoint import (
 )
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
 from rankwise.lab.training.graph import StepGraphs
-from rankwise.lab.training.histograms import gate_histograms
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.records import RunFolder
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
+
+GATES = "gates"
+"""The key of a line of metrics under which they stand."""
+BINS = 20
+"""Equal parts of [0, 1]."""
+POINTS = 20
+"""Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,3 +308,29 @@ def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | N
         raise InvalidValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
     if teacher is model:
         raise InvalidValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
+
+
+def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, Any]:
+    """Components of each matrix by how far they are open, for a line of metrics; nothing where none is due.
+
+    Due is a function of the steps alone, so that a resumed run writes the same lines.
+
+    Args:
+        num_steps: of the whole run.
+        before: the pruner's step at the last line.
+    """
+
+    def point(step: int) -> tuple[int, int]:
+        # once the choice is made nothing moves
+        whole = 0 if pruner.controller.is_frozen else POINTS * step // num_steps
+        return int(POINTS * linear(step, pruner.controller.anneal_steps)), whole
+
+    now = pruner.steps
+    if before > 0 and point(now) == point(before):
+        return {}
+    opened = pruner.controller.open_fractions()
+    if opened is None:
+        return {}
+    # together, so that the host waits once
+    counts = torch.stack([torch.histc(part.float(), BINS, 0, 1) for part in opened]).long().tolist()
+    return {GATES: {site.name: found for site, found in zip(pruner.plan.sites, counts, strict=True)}}

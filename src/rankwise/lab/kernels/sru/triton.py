@@ -190,9 +190,7 @@ def sru_bwd_kernel(
         i_row = _row(i_t, B)
         b_v, b_p, b_q, b_x = _load_step(p_u, p_x, i_row, o_d, b_in, D, K)
         b_c = tl.load(p_states + i_row * D + o_d, mask=b_in, other=0.0)
-        b_dh, b_product, slope, mean = _load_gradient(
-            p_dh, p_dh_product, p_drstd, p_rstd, p_mean, i_row, o_d, b_in, D
-        )
+        b_dh, b_product, slope, mean = _load_gradient(p_dh, p_dh_product, p_drstd, p_rstd, p_mean, i_row, o_d, b_in, D)
         b_before, b_value = b_c.to(tl.float32), b_v.to(tl.float32)
         b_highway = b_x.to(tl.float32)
         if K == 3:
@@ -236,52 +234,43 @@ def forward(
     scale: float, *, keeps_states: bool, dropout: Dropout = NO_DROPOUT, launch: Launch = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs (T, B, D), the last state (B, D) and the state before each step (T, B, D; none if not kept)."""
-    steps, batch, num_projections, width = u_TBKD.shape
-    u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
+    steps, batch, _, width = u_TBKD.shape
     h_TBD = u_TBKD.new_empty(steps, batch, width)
     states_TBD = u_TBKD.new_empty(steps if keeps_states else 0, batch, width)
     c_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), c0_BD.contiguous(), mask_BD, *dropout)
+    inputs = _dense(u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD)
     outputs = (h_TBD, states_TBD if keeps_states else None, c_BD)
-    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
-    with on(u_TBKD):
-        sru_fwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
-            *inputs, *outputs, scale, *sizes, num_warps=launch.num_warps
-        )
+    _run(sru_fwd_kernel, launch, u_TBKD, *inputs, *dropout, *outputs, scale)
     return h_TBD, c_BD, states_TBD
 
 
 def backward(
-    arrivals: Arrivals, u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor,
-    states_TBD: Tensor, mask_BD: Tensor | None, scale: float, *, dropout: Dropout = NO_DROPOUT,
-    launch: Launch = BACKWARD,
+    arrivals: Arrivals, u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, states_TBD: Tensor,
+    mask_BD: Tensor | None, scale: float, *, dropout: Dropout = NO_DROPOUT, launch: Launch = BACKWARD,
 ) -> Gradients:  # fmt: skip
     """Gradients of every input from those of the outputs."""
     assert dropout.seed is None or arrivals.rows is None, "statistics are of rows without dropout"
-    steps, batch, num_projections, width = u_TBKD.shape
-    u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
-    dh_TBD, dh_product_TBD = arrivals.dh_TBD.contiguous(), _contiguous(arrivals.dh_product_TBD)
-    dc_BD = _contiguous(arrivals.dc_BD)
-    rows = [_contiguous(row) for row in arrivals.rows or (None,) * 3]
-
-    du_TBKD = torch.empty_like(u_TBKD)
-    dx_TBD = None if x_TBD is None else torch.empty_like(x_TBD)
+    _, batch, _, width = u_TBKD.shape
+    inputs = _dense(u_TBKD, x_TBD, weight_c_GD, bias_GD, states_TBD, mask_BD)
+    rows = arrivals.rows or (None, None, None)
+    gradients = _dense(arrivals.dh_TBD, arrivals.dh_product_TBD, *rows, arrivals.dc_BD)
+    du_TBKD, dx_TBD, dmask_BD = (None if inputs[i] is None else torch.empty_like(inputs[i]) for i in (0, 1, 5))
     dgates_4BD = u_TBKD.new_empty(4, batch, width, dtype=torch.float32)
     dc0_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    dmask_BD = None if mask_BD is None else torch.empty_like(mask_BD)
-    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), states_TBD, mask_BD, *dropout)
-    gradients = (dh_TBD, dh_product_TBD, *rows, dc_BD)
     outputs = (du_TBKD, dx_TBD, dgates_4BD, dc0_BD, dmask_BD)
-    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
-    with on(u_TBKD):
-        sru_bwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
-            *inputs, *gradients, *outputs, scale, *sizes, num_warps=launch.num_warps
-        )
+    _run(sru_bwd_kernel, launch, u_TBKD, *inputs, *dropout, *gradients, *outputs, scale)
     return Gradients(du_TBKD, dx_TBD, stack_sums(dgates_4BD), dc0_BD, dmask_BD)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _dense(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _run(kernel: Any, launch: Launch, u_TBKD: Tensor, *arguments: Any) -> None:
+    steps, batch, num_projections, width = u_TBKD.shape
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
+    with on(u_TBKD):
+        kernel[(triton.cdiv(width, launch.block_d), batch)](*arguments, *sizes, num_warps=launch.num_warps)
 
 
 def sru(
