@@ -74,22 +74,19 @@ class TransformerXLConfig:
     """Distances above it count as this one."""
 
     def __post_init__(self) -> None:
-        for name in ("num_words", "width", "num_heads", "head_width", "inner", "num_layers"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
+        for name in ("num_words", "width", "num_heads", "head_width", "inner", "num_layers", "clamp_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidValueError(f"`{name}` must be positive, but is {value} instead.")
         if self.width % 2:
             raise InvalidValueError(f"`width` must be even (sines and cosines), but is {self.width} instead.")
         for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidValueError(
-                    f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)} instead."
-                )
-        if self.memory_length < 0:
-            raise InvalidValueError(f"`memory_length` must not be negative, but is {self.memory_length} instead.")
-        if self.same_length and self.memory_length == 0:
-            raise InvalidValueError("`memory_length` must be positive with `same_length`, but is 0 instead.")
-        if self.clamp_length is not None and self.clamp_length < 1:
-            raise InvalidValueError(f"`clamp_length` must be positive or None, but is {self.clamp_length} instead.")
+            rate = getattr(self, name)
+            if not 0 <= rate < 1:
+                raise InvalidValueError(f"`{name}` must be at least 0 and below 1, but is {rate} instead.")
+        if self.memory_length < self.same_length:
+            least = "positive with `same_length`" if self.same_length else "at least 0"
+            raise InvalidValueError(f"`memory_length` must be {least}, but is {self.memory_length} instead.")
 
 
 @dataclass(frozen=True)

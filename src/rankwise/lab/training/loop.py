@@ -25,7 +25,7 @@ from rankwise.core.budget import count
 from rankwise.errors import RankwiseError, nearest
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Progress, Trainable
-from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings
+from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings, write_file
 from rankwise.lab.training.run import Best, MakePruner, Run
 from rankwise.pruner import Pruner
 
@@ -127,7 +127,7 @@ def _fit(run: Run, trackers: Sequence[str], progress: Progress, after_step: Call
         run.folder.record.unlink(missing_ok=True)
     elif run.pruner is not None:
         after_step(run.pruner)
-    run.folder.begin(run.configuration)
+    write_file(run.folder.path / "config.json", run.configuration)
     # an interrupted evaluation has not written its line, so lines up to the step before are what is known
     run.folder.cut(run.step - run.pending)
     tracked = Trackers(trackers, run.folder.path, asdict(run.config), run.step - run.pending)
@@ -217,6 +217,10 @@ def _finish(run: Run) -> Outcome:
     """Go back to the best weights, and write the record."""
     if run.best is not None and run.best.step != run.step:
         run.load_model(run.checkpoints.load(run.best.step))
+    quality = None
+    if run.best is not None:
+        figures = run.objective.figures(run.best.loss)
+        quality = {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}
     record = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -226,8 +230,8 @@ def _finish(run: Run) -> Outcome:
         "corpus": run.task.record(),
         "steps": run.step,
         run.objective.unit: run.step * run.objective.per_step,
-        "sizes": _sizes(run),
-        "quality": {"valid": _quality(run)},
+        "sizes": {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size()),
+        "quality": {"valid": quality},
         "seconds": run.seconds,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
@@ -235,19 +239,8 @@ def _finish(run: Run) -> Outcome:
     # finished before: only weights and pruner were wanted
     before = run.folder.finished()
     if before is None:
-        run.folder.finish(record)
+        write_file(run.folder.record, record)
     return Outcome(run.model, run.pruner, run.best, before or record, run.folder.path)
-
-
-def _sizes(run: Run) -> dict[str, Any]:
-    return {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size())
-
-
-def _quality(run: Run) -> dict[str, Any] | None:
-    if run.best is None:
-        return None
-    figures = run.objective.figures(run.best.loss)
-    return {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}
 
 
 class TensorBoard:

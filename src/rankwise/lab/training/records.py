@@ -11,7 +11,8 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,6 @@ class RunFolder:
             yield
         finally:
             lock.release()
-
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Make the folder and say what will be run in it."""
-        write_file(self.path / "config.json", config)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
@@ -100,10 +97,6 @@ class RunFolder:
                 "Remove it, or choose another folder."
             )
         return record
-
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """Write the record of a finished run."""
-        write_file(self.record, record)
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
@@ -176,13 +169,8 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "numpy", "safetensors", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = ("torch", "numpy", "safetensors", "transformers")
+    return {name: version(name) for name in packages if find_spec(name) is not None}
 
 
 def _processor() -> str:

@@ -23,7 +23,7 @@ from rankwise.lab.training.checkpoint import (
     load_random,
     optimizer_tensors,
     random_tensors,
-)
+)  # fmt: skip
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
 from rankwise.lab.training.graph import StepGraphs
 from rankwise.lab.training.objective import Trainable
@@ -122,11 +122,11 @@ class Run:
         if not self.model.training:
             self.model.train()
         self.objective.begin_step(self.step)
-        if self.graphs is None:
+        if self.graphs is not None:
+            self._move_weights_by_graph(self.graphs)
+        else:
             self.parts = self.objective.batch(self.step)
             self._move_weights()
-        else:
-            self._move_weights_by_graph(self.graphs)
         if self.pruner is not None:
             self.pruner.step()
         self.step += 1
@@ -163,7 +163,8 @@ class Run:
     def training_metrics(self) -> dict[str, Any]:
         """Means since the last line, and how large the model is."""
         num_steps = self.step - self.logged
-        loss, norm = (self.finite_sums() / num_steps).tolist()
+        self._check_finite(float(self.sums.sum()))
+        loss, norm = (self.sums / num_steps).tolist()
         line: dict[str, Any] = {**self.objective.figures(loss)}
         line["lr"] = self.config.lr_at(self.step, pruning=self.pruning)
         if self.config.clip is not None:
@@ -178,11 +179,6 @@ class Run:
         """Start new means."""
         self.sums.zero_()
         self.logged = self.step
-
-    def finite_sums(self) -> Tensor:
-        """The sums, if training is still sound."""
-        self._check_finite(float(self.sums.sum()))
-        return self.sums
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -211,7 +207,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of now."""
-        self.finite_sums()
+        self._check_finite(float(self.sums.sum()))
         training = {**optimizer_tensors(self.optimizer), **self.objective.tensors(), **random_tensors(self.device)}
         training["sums"] = self.sums
         about = {
@@ -227,12 +223,13 @@ class Run:
     def restore(self) -> bool:
         """Continue from the last checkpoint, if there is one of this very run."""
         self.checkpoints.sweep()
-        for checkpoint in self.checkpoints.latest_first():
+        for saved in reversed(self.checkpoints.steps()):
+            checkpoint = self.checkpoints.load(*saved)
             about = checkpoint.about
             check_same(binding(about["configuration"]), binding(self.configuration), self.folder.path)
             if self.checkpoints.has_best(checkpoint):
                 break
-            self.checkpoints.remove(checkpoint)
+            self.checkpoints.remove(*saved)
         else:
             torch.manual_seed(self.config.seed)
             return False
