@@ -130,7 +130,7 @@ class RelativeAttention(nn.Module):
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
         if infers_on_cpu(x_BSD) and not (self.training and self.dropout):
             keys_values = self.heads(k_BSA), self.heads(v_BSA)
-            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
+            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, reach=positions.reach)
             y: Tensor = self.out(y_BTA)
             return y
 
@@ -169,18 +169,9 @@ class RelativeAttention(nn.Module):
         )
         return linear.call(self.out, y_BTHE.flatten(2))
 
-    def attend(
-        self,
-        content_BTHE: Tensor,
-        position_BTHE: Tensor,
-        k_BSHE: Tensor,
-        v_BSHE: Tensor,
-        r_LHE: Tensor,
-        reach: int | None,
-    ) -> Tensor:
+    def attend(self, *inputs: Tensor, reach: int | None) -> Tensor:
         """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
-        y_BTHE = cpu.relative_attention(content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE, reach, self.inference_dtype)
-        return y_BTHE.flatten(2)
+        return cpu.relative_attention(*inputs, reach=reach, dtype=self.inference_dtype).flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""

@@ -271,7 +271,8 @@ class PretrainedTask(Task[P, D]):
     def objective(
         self, model: nn.Module, config: LoopConfig, device: torch.device, teacher: nn.Module | None = None
     ) -> ExampleObjective:
-        loss: Loss = own_loss
+        # without a teacher: the loss that the model itself computes from the labels
+        loss: Loss = lambda model, batch: model(**batch).loss  # noqa: E731
         if teacher is not None:
             loss = distillation_loss(teacher.to(device), self.experiment.distillation)
         return ExampleObjective(model, self.train, config, device, loss)
@@ -288,12 +289,6 @@ class PretrainedTask(Task[P, D]):
             if found >= experiment.calibration_rows:
                 break
         return Calibration(batches, sampled_loss(experiment.seed))
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model itself computes from the labels."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
