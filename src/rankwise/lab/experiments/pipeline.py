@@ -50,9 +50,9 @@ from rankwise.lab.experiments.variants import (
 )
 from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
 from rankwise.lab.training import Watcher
+from rankwise.lab.training.loop import check_trackers
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import surroundings, write_file
-from rankwise.lab.training.trackers import check_trackers
 from rankwise.measure import time_together
 
 CONTROL = "control"
