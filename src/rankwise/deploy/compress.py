@@ -28,7 +28,7 @@ from rankwise.deploy.calibration import (
     read_windows,
 )
 from rankwise.deploy.inputs import example_inputs, positions_of
-from rankwise.deploy.save import check_target, save_with
+from rankwise.deploy.save import check_target, save
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
@@ -331,7 +331,7 @@ class SavedModel(Source):
         check_target(folder, overwrite)
 
     def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
-        save_with(small.cpu(), folder, self.beside, overwrite=overwrite)
+        save(small.cpu(), folder, overwrite=overwrite, beside=self.beside)
         return []
 
     def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
