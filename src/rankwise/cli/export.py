@@ -13,7 +13,7 @@ from rankwise.cli.tables import print_table, say
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise.deploy.export.check import Exported, Runner
+    from rankwise.deploy.export import Exported, Runner
 
 FORMATS = ("onnx", "openvino", "pt2")
 REPEATS = 10

@@ -6,7 +6,6 @@ transformers.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +13,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
 from rankwise.core.plan import Plan
-from rankwise.core.targets import find_target
+from rankwise.core.targets import Target, find_target
 from rankwise.deploy.inputs import (
     BYTES_PER_CHARACTER,
     BYTES_PER_TOKEN,
     Calibration,
+    KeptBack,
+    Quality,
     Windows,
     example_inputs,
     positions_of,
@@ -33,7 +33,7 @@ from rankwise.deploy.inputs import (
 from rankwise.deploy.save import check_target, save
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
-from rankwise.measure import call_model, evaluating, slower_than_dense, time_together
+from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress, default_plan
 from rankwise.pruner import size_account
@@ -45,76 +45,6 @@ TOLERATED = 1.1
 """The small model is called slower above this multiple of the dense one's time: the two did not take turns."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
-PERPLEXITY = "perplexity"
-ANSWERS = "perplexity of the dense model's likeliest words"
-ERROR = "relative error of the outputs"
-MUCH = {PERPLEXITY: 1.5, ANSWERS: 1.5, ERROR: 0.3}
-"""What counts as a large loss: the factor by which a perplexity grows, or the error itself."""
-LARGEST = 700.0
-"""Nats whose exponential is a number."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """One measure of the dense model and of the small one, on windows kept back from calibration; less is better."""
-
-    measure: str
-    dense: float
-    small: float
-    windows: int
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether so much was lost that other ranks are worth a try."""
-        return self.small > MUCH[self.measure] * (1.0 if self.measure == ERROR else self.dense)
-
-    def __str__(self) -> str:
-        both = f"{self.small:.4g}" if self.measure == ERROR else f"{self.dense:.4g} dense, {self.small:.4g} small"
-        return f"{self.measure} {both} on {self.windows} windows kept back"
-
-
-class KeptBack:
-    """Windows that calibration does not see. They measure a decoder by the text, and other models by the dense one."""
-
-    def __init__(self, model: nn.Module, batches: Sequence[Any], *, is_decoder: bool) -> None:
-        self.batches, self.measure = batches, PERPLEXITY
-        if is_decoder:
-            texts = (batch["input_ids"] if isinstance(batch, Mapping) else batch for batch in batches)
-            self.wanted = [text[:, 1:] for text in texts]
-        else:
-            self.wanted = [answer.cpu() for answer in self._answers(model, likeliest=True)]
-            self.measure = ERROR if self.wanted[0].is_floating_point() else ANSWERS
-        self.dense = self.measured(model)
-
-    def quality(self, small: nn.Module) -> Quality:
-        """The small model beside the dense one."""
-        return Quality(self.measure, self.dense, self.measured(small), len(self.batches))
-
-    def measured(self, model: nn.Module) -> float:
-        """The measure of a model, on the device where it is."""
-        total, number = 0.0, 0.0
-        for wanted, answer in zip(self.wanted, self._answers(model), strict=True):
-            if self.measure == ERROR:
-                total += (answer.float() - wanted.to(answer.device).float()).square().sum().item()
-                number += wanted.float().square().sum().item()
-                continue
-            # of a decoder all but the last position say what comes next
-            logits = answer[:, : wanted.shape[1]].flatten(0, 1)
-            total += F.cross_entropy(logits.float(), wanted.to(logits.device).flatten(), reduction="sum").item()
-            number += wanted.numel()
-        if self.measure == ERROR:
-            return math.sqrt(total / number) if number else 0.0
-        mean = total / max(number, 1)
-        # NaN counts as the worst
-        return math.exp(min(mean, LARGEST)) if math.isfinite(mean) else math.inf
-
-    def _answers(self, model: nn.Module, *, likeliest: bool = False) -> Any:
-        with torch.inference_mode(), evaluating(model):
-            for batch in self.batches:
-                output = call_model(model, batch)
-                answer = output.logits if hasattr(output, "logits") else output[0]
-                words = getattr(getattr(model, "config", None), "vocab_size", None)
-                yield answer.argmax(-1) if likeliest and answer.shape[-1] == words else answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +61,9 @@ class Compressed(SizeReport):
 
     def remarks(self) -> list[str]:
         """A line for every number of tokens with which the small model is slower than the dense one."""
-        lines = (
-            slower_than_dense("The small model", small, dense, where=where, tolerated=TOLERATED)
-            for where, (dense, small) in self.named_speed().items()
-        )
+        lines = []
+        for where, (dense, small) in self.named_speed().items():
+            lines.append(slower_than_dense("The small model", small, dense, where=where, tolerated=TOLERATED))
         return [line for line in lines if line is not None]
 
     def named_speed(self) -> dict[str, tuple[float, float]]:
@@ -231,8 +160,8 @@ def compress_folder(
         return model.to(device=find_device(device, model), dtype=dtype)
 
     model = load()
-    settings: Any = {"layout": layout, "target": target, "embeddings": embeddings, "exclude": exclude}
-    work = _Work(model, budget, prepare and prepare(model), listener, **settings)
+    plan = default_plan(model, embeddings=embeddings, exclude=exclude)
+    work = _Work(model, budget, plan, find_target(target, model), layout, prepare and prepare(model), listener)
     first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
     best = first
@@ -259,23 +188,25 @@ class _Work:
         self,
         model: nn.Module,
         budget: Budget,
+        plan: Plan,
+        target: Target,
+        layout: Literal["pair", "pivot"] | None,
         data: Data | None,
         listener: Listener,
-        *,
-        layout: Literal["pair", "pivot"] | None,
-        target: str | None,
-        embeddings: bool,
-        exclude: Sequence[str],
     ) -> None:
-        plan, place = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
         if budget.latency_ms is not None:
             budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
         self.budget = budget
-        self.account = size_account(model, plan, Svd(layout=layout or place.layout), place, trained=True)
+        self.account = size_account(model, plan, Svd(layout=layout or target.layout), target, trained=True)
         budget.resolve(self.account)
         for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
             listener.say(line)
-        self.settings: dict[str, Any] = {"plan": plan, "layout": layout, "target": place, "progress": listener.progress}
+        self.settings: dict[str, Any] = {
+            "plan": plan,
+            "layout": layout,
+            "target": target,
+            "progress": listener.progress,
+        }
         self.length, self.kept_back = TIMED_TOKENS, None
         if data is not None:
             self.settings |= {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}

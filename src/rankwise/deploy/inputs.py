@@ -6,22 +6,32 @@ Windows lie at equal distances in the text. Compression sees most of them; those
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.errors import CheckpointError, DataError, InvalidValueError
 from rankwise.files import not_utf8
+from rankwise.measure import call_model, evaluating
 
 BYTES_PER_TOKEN = 16
 """More bytes than nearly every token of a text has."""
 BYTES_PER_CHARACTER = 4
 """The most bytes that a character has in UTF-8."""
 MOST_KEPT_BACK = 16
+PERPLEXITY = "perplexity"
+ANSWERS = "perplexity of the dense model's likeliest words"
+ERROR = "relative error of the outputs"
+MUCH = {PERPLEXITY: 1.5, ANSWERS: 1.5, ERROR: 0.3}
+"""What counts as a large loss: the factor by which a perplexity grows, or the error itself."""
+LARGEST = 700.0
+"""Nats whose exponential is a number."""
 
 
 def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
@@ -253,3 +263,67 @@ def _decoded(path: Path, block: bytes, first: int) -> str:
         return codecs.getincrementaldecoder("utf-8")().decode(block[cut:])
     except UnicodeDecodeError as error:
         raise not_utf8(path, first + cut, error) from None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One measure of the dense model and of the small one, on windows kept back from calibration; less is better."""
+
+    measure: str
+    dense: float
+    small: float
+    windows: int
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether so much was lost that other ranks are worth a try."""
+        return self.small > MUCH[self.measure] * (1.0 if self.measure == ERROR else self.dense)
+
+    def __str__(self) -> str:
+        both = f"{self.small:.4g}" if self.measure == ERROR else f"{self.dense:.4g} dense, {self.small:.4g} small"
+        return f"{self.measure} {both} on {self.windows} windows kept back"
+
+
+class KeptBack:
+    """Windows that calibration does not see. They measure a decoder by the text, and other models by the dense one."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any], *, is_decoder: bool) -> None:
+        self.batches, self.measure = batches, PERPLEXITY
+        if is_decoder:
+            texts = (batch["input_ids"] if isinstance(batch, Mapping) else batch for batch in batches)
+            self.wanted = [text[:, 1:] for text in texts]
+        else:
+            self.wanted = [answer.cpu() for answer in self._answers(model, likeliest=True)]
+            self.measure = ERROR if self.wanted[0].is_floating_point() else ANSWERS
+        self.dense = self.measured(model)
+
+    def quality(self, small: nn.Module) -> Quality:
+        """The small model beside the dense one."""
+        return Quality(self.measure, self.dense, self.measured(small), len(self.batches))
+
+    def measured(self, model: nn.Module) -> float:
+        """The measure of a model, on the device where it is."""
+        total, number = 0.0, 0.0
+        for wanted, answer in zip(self.wanted, self._answers(model), strict=True):
+            answer, wanted = answer.float(), wanted.to(answer.device)
+            if self.measure == ERROR:
+                total += (answer - wanted.float()).square().sum().item()
+                number += wanted.float().square().sum().item()
+            else:
+                # of a decoder all but the last position say what comes next
+                logits = answer[:, : wanted.shape[1]].flatten(0, 1)
+                total += F.cross_entropy(logits, wanted.flatten(), reduction="sum").item()
+                number += wanted.numel()
+        if self.measure == ERROR:
+            return math.sqrt(total / number) if number else 0.0
+        mean = total / max(number, 1)
+        # NaN counts as the worst
+        return math.exp(min(mean, LARGEST)) if math.isfinite(mean) else math.inf
+
+    def _answers(self, model: nn.Module, *, likeliest: bool = False) -> Iterator[Tensor]:
+        with torch.inference_mode(), evaluating(model):
+            for batch in self.batches:
+                output = call_model(model, batch)
+                answer = output.logits if hasattr(output, "logits") else output[0]
+                words = getattr(getattr(model, "config", None), "vocab_size", None)
+                yield answer.argmax(-1) if likeliest and answer.shape[-1] == words else answer
