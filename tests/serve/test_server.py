@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(WORDS)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path_factory.mktemp("server") / "small"
-    save_pretrained(one_shot("qwen2", "pair"), folder, tokenizer=hf.PreTrainedTokenizerFast(tokenizer_object=words))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w3", model_max_length=64)
+    save_pretrained(one_shot("qwen2", "pair"), folder, tokenizer=tokenizer)
     return folder
 
 

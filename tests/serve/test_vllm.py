@@ -96,7 +96,7 @@ def an_expert(folder: Path, source: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "gated": (gated, "vLLM serves compact models, but this folder holds a gated one"),
     "newer": (newer, "must be version 2 at most, but is version 99, written by rankwise"),
-    "changed": (changed, "model.safetensors must be as it was saved with its config.json, but is damaged"),
+    "changed": (changed, "model.safetensors must be as rankwise wrote it, but is damaged"),
     "without a tensor": (without_a_tensor, "must hold model.layers.1.mlp.up_proj.1.weight, but does not"),
     "another rank": (another_rank, "model.layers.1.mlp.up_proj.0.weight must be"),
     "an unknown layer": (an_unknown_layer, "must have a layer model.layers.0.adapter, but has none"),

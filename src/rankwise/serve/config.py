@@ -12,8 +12,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rankwise.deploy.pretrained import AGAIN, read_entry
-from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotHead
+from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, SavedLayers, checking
 from rankwise.errors import CheckpointError
 from rankwise.files import check_file
 from rankwise.serve import METHOD
@@ -40,15 +39,15 @@ class RankwiseConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> RankwiseConfig:
-        entry = read_entry(config)
+        entry = SavedLayers.read(config)
         if entry.gated:
             raise CheckpointError(
                 "vLLM serves compact models, but this folder holds a gated one: a checkpoint of a run. Resume the run "
                 "and save what `pruner.compact()` returns."
             )
         for name, form in entry.layers.items():
-            key = "coefficients" if isinstance(form, PivotHead) else "weight"
-            if isinstance(form, Head) and form.embedding is not None and f"{name}.projection.{key}" not in entry.tied:
+            projection = f"{name}.projection.{'coefficients' if getattr(form, 'pivot', False) else 'weight'}"
+            if isinstance(form, Head) and form.embedding is not None and projection not in entry.tied:
                 raise CheckpointError(
                     f"{name} must be tied to its embedding whole, but has a projection of its own, which rankwise does "
                     "not serve. Serve the model with transformers."
@@ -74,12 +73,8 @@ class RankwiseConfig(QuantizationConfig):
         for name in self.files or {}:
             path = Path(model_name) / name
             if path.is_file():
-                try:
+                with checking(path):
                     check_file(path, self.files or {})
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{path} must be as it was saved with its config.json, but is damaged: {error}. {AGAIN}"
-                    ) from None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Take over the names that vLLM's class has for layers."""

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotEmbedding, PivotHead, Role
+from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotEmbedding
 from rankwise.errors import CheckpointError
 from rankwise.serve.grouped import Second, grouped_pair, second_product
 from rankwise.serve.weights import AGAIN, GroupedWeights, Missing, Part, Span, WordWeights, receiver
@@ -41,7 +41,7 @@ class LowRankLinearMethod(LinearMethodBase):
         spans = [outputs_here(layer, index, size) for index, size in enumerate(sizes)]
         for (name, form), span in zip(self.parts, spans, strict=True):
             if form is not None:
-                check_role(name, form, Role("linear", (input_size, span.whole), form.bias))
+                check_sizes(name, form, (form.inputs, form.outputs), (input_size, span.whole))
         here = input_size_per_partition
         start = layer.tp_rank * here if here < input_size else 0
         parts = [Part(*part, span, size) for part, span, size in zip(self.parts, spans, sizes, strict=True)]
@@ -76,7 +76,7 @@ class LowRankEmbeddingMethod(QuantizeMethodBase):
     ) -> None:
         (padded,) = output_partition_sizes
         words = outputs_here(layer, 0, padded)
-        check_role(self.name, self.form, Role("embedding", (words.whole, input_size)))
+        check_sizes(self.name, self.form, (self.form.words, self.form.width), (words.whole, input_size))
         layer.rankwise = WordWeights(layer, self.name, self.form, words, padded, params_dtype, self.missing)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -107,9 +107,9 @@ class LowRankHeadMethod(QuantizeMethodBase):
     ) -> None:
         (padded,) = output_partition_sizes
         words = outputs_here(layer, 0, padded)
-        check_role(self.name, self.form, Role("linear", (input_size, words.whole), self.form.bias))
+        check_sizes(self.name, self.form, (self.form.inputs, self.form.outputs), (input_size, words.whole))
         if self.form.embedding is None:
-            kind = PivotEmbedding if isinstance(self.form, PivotHead) else LowRankEmbedding
+            kind = PivotEmbedding if self.form.pivot else LowRankEmbedding
             form = kind(words=words.whole, width=input_size, padding_idx=None, rank=self.form.rank)
             children = ("embedding", "projection")
             layer.rankwise = WordWeights(layer, self.name, form, words, padded, params_dtype, self.missing, children)
@@ -162,9 +162,11 @@ def outputs_here(layer: Any, index: int, size: int) -> Span:
     return Span(start, start + size, size * (layer.tp_size // copies))
 
 
-def check_role(name: str, form: Layer, role: Role) -> None:
-    if form.role != role:
-        raise CheckpointError(f"{name} must be {role} as config.json says, but was saved as {form.role}. {AGAIN}")
+def check_sizes(name: str, form: Layer, saved: tuple[int, int], asked: tuple[int, int]) -> None:
+    if saved != asked:
+        raise CheckpointError(
+            f"{name} must be {asked[0]} -> {asked[1]} as config.json says, but was saved as {form.role}. {AGAIN}"
+        )
 
 
 def refuse_divided(layer: Any, name: str) -> None:

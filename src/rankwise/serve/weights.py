@@ -20,10 +20,8 @@ from rankwise.deploy.structure import (
     Linear,
     LowRankEmbedding,
     LowRankLinear,
-    PivotEmbedding,
     PivotPair,
     Selected,
-    is_order,
 )
 from rankwise.errors import CheckpointError
 from rankwise.serve.grouped import Second
@@ -127,7 +125,7 @@ def check_shape(loaded: Tensor, shape: tuple[int, ...], name: str) -> None:
 
 
 def check_order(places: Tensor, size: int, name: str) -> None:
-    if places.shape != (size,) or not is_order(places):
+    if places.shape != (size,) or places.sort().values.tolist() != list(range(size)):
         raise CheckpointError(f"{name} must be an order of the layer's outputs. {AGAIN}")
 
 
@@ -298,8 +296,7 @@ class WordWeights:
         children: tuple[str, str] = ("0", "1"),
     ) -> None:
         self.table = nn.Parameter(torch.zeros(padded, form.rank, dtype=dtype), requires_grad=False)
-        pivot = isinstance(form, PivotEmbedding)
-        self.factor = SecondFactor(form.rank, form.width, pivot, dtype)
+        self.factor = SecondFactor(form.rank, form.width, form.pivot, dtype)
         arrived: dict[str, Tensor] = {}
 
         def fill_table(loaded: Tensor, shard: Any) -> None:
@@ -318,7 +315,7 @@ class WordWeights:
 
         first, second = nn.Module(), nn.Module()
         first.weight = filled_by(fill_table, self.table)
-        keys = ("coefficients", "places") if pivot else ("weight",)
+        keys = ("coefficients", "places") if form.pivot else ("weight",)
         for key in keys:
             second.register_parameter(key, receiver(filler(key), torch.int32 if key == "places" else dtype))
         missing.names |= {f"{name}.{children[0]}.weight", *(f"{name}.{children[1]}.{key}" for key in keys)}
