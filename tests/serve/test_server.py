@@ -109,13 +109,13 @@ def post(address: str, **body: Any) -> dict[str, Any]:
 
 def test_the_server_completes_a_text_as_transformers_does(server: str, folder: Path) -> None:
     """By default in bfloat16, so every word must be the likeliest but for rounding: others are less likely by far."""
-    answer = post(
-        f"{server}/v1/completions", model=str(folder), prompt=PROMPT, max_tokens=6, temperature=0, ignore_eos=True
-    )
+    wanted = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = post(f"{server}/v1/completions", model=str(folder), prompt=PROMPT, **wanted)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
-    prompt, chosen = tokenizer(PROMPT).input_ids, tokenizer(answer["choices"][0]["text"]).input_ids
+    prompt, chosen = tokenizer(PROMPT).input_ids, answer["choices"][0]["token_ids"]
     assert len(chosen) == answer["usage"]["completion_tokens"] == 6
+    assert answer["choices"][0]["text"] == tokenizer.decode(chosen, skip_special_tokens=True)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + chosen])).logits[0, len(prompt) - 1 : -1]
     behind = logits.max(-1).values - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
