@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rankwise.deploy.fuse import check_not_fused
 from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
@@ -229,6 +230,7 @@ def computed_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Every layer of `model` that pruning could have made, under every name it has."""
+    check_not_fused(model)
     modules = dict(walk(model))
     layers = {name: layer for name, module in modules.items() if (layer := layer_of(module)) is not None}
     wholes = [name for name, layer in layers.items() if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]

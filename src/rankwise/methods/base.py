@@ -46,7 +46,7 @@ class Method(ABC):
     """A row of the paper's tables. The fields of a method are its settings.
 
     A method combines a representation (how a matrix is divided into components, `rankwise.methods.representations`)
-    and a gating (what opens and closes them, `rankwise.methods.gatings`).
+    and a gating (what opens and closes them, `rankwise.methods.paper`).
     """
 
     name: ClassVar[str]

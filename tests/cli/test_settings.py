@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankwise.cli.settings import override, settings
 from rankwise.core.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.lab.experiments.fields import override, settings
 from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import PRESETS, preset
 from rankwise.lab.models.sru import SRUConfig
