@@ -22,8 +22,8 @@ from transformers.utils.hub import cached_file
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
-from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of
-from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError
+from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of, refuse_gated
+from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
 from rankwise.hf.format import entry_of, is_gated
 from rankwise.version import VERSION
@@ -100,10 +100,7 @@ def _check(model: PreTrainedModel, size: SizeReport | None, figures: Mapping[str
             f"`model` must be a model of transformers, but is a {type(model).__name__} instead. "
             "Use `rankwise.save` for others."
         )
-    if is_gated(model):
-        raise CheckpointError(
-            "A saved model must be compact, but this one is gated. Save what `pruner.compact()` returns."
-        )
+    refuse_gated(model, "A saved model")
     if size is not None and not size.nonzeros and size.exported != count(model):
         raise RankwiseError(
             f"`size` must be the report of this model of {count(model):,} parameters, but describes one of "
