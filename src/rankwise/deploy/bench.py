@@ -161,12 +161,11 @@ class BenchConfig:
             raise RankwiseError(f'`device` must be "cpu" or "cuda", but is {self.device!r} instead.')
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RankwiseError('`device` must be "cpu" where torch finds no GPU, but is "cuda" instead.')
-        for name, values in (("length", (self.length,)), ("batch", self.batches), ("threads", self.counts)):
-            for value in values:
-                if value < 1:
-                    raise RankwiseError(f"`{name}` must be at least 1, but is {value} instead.")
-        if self.repeats < 2:
-            raise RankwiseError(f"`repeats` must be at least 2, but is {self.repeats} instead.")
+        numbers = {"length": (self.length,), "batch": self.batches, "threads": self.counts, "repeats": (self.repeats,)}
+        for name, values in numbers.items():
+            least = 2 if name == "repeats" else 1
+            if min(values) < least:
+                raise RankwiseError(f"`{name}` must be at least {least}, but is {min(values)} instead.")
         for name in self.engines:
             engine(name, self.device)
 
