@@ -40,7 +40,7 @@ from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
-from rankwise.methods.base import svd_of_source
+from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.pruner import check_arguments, plan_for_method, size_account
 from rankwise.split import split
@@ -292,7 +292,7 @@ def _scores(data: _Data, method: Svd, curves: Mapping[str, CostCurve]) -> dict[s
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
-            energy = svd_of_source(source(data.model, site), curve.num_components, moments).energy_R
+            energy = energy_of_source(source(data.model, site), curve.num_components, moments)
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         release_freed_memory()
         data.progress("ranks", done, len(curves))

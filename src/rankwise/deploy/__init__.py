@@ -7,10 +7,9 @@ finds the size for a time; `export` has ONNX, OpenVINO and torch.export; `compre
 
 from rankwise.deploy import export
 from rankwise.deploy.bench import ENGINES
-from rankwise.deploy.calibration import Calibration
 from rankwise.deploy.compress import SavedModel, compress_folder
 from rankwise.deploy.fuse import fuse_layers
-from rankwise.deploy.inputs import example_inputs
+from rankwise.deploy.inputs import Calibration, example_inputs
 from rankwise.deploy.quantize import bfloat16, int8
 from rankwise.latency import meet_latency
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
-from rankwise.deploy.calibration import encoder, special_tokens
-from rankwise.deploy.inputs import is_decoder
+from rankwise.deploy.inputs import encoder, is_decoder, special_tokens
 from rankwise.errors import DataError, RankwiseError
 from rankwise.lab.data.vocabulary import Progress, unreadable
 from rankwise.lab.tasks.language import perplexity
