@@ -74,8 +74,8 @@ def compress(options: Options) -> None:
     import torch
 
     from rankwise.core.budget import Budget
-    from rankwise.deploy.calibration import Calibration
     from rankwise.deploy.compress import compress_folder
+    from rankwise.deploy.inputs import Calibration
 
     sizes = sizes_of(options)
     if len(sizes) != 1:
@@ -106,7 +106,7 @@ def _source(name: str) -> Source:
     own = open_own(Path(name))
     if own is not None:
         return SavedModel(own.model, own.vocabulary, own.beside, lambda: open_model(name))
-    from rankwise.hf.compress import PretrainedModel
+    from rankwise.hf.loading import PretrainedModel
 
     return PretrainedModel(name)
 

@@ -18,7 +18,7 @@ from rankwise.errors import nearest
 from rankwise.lab.report import Table, gather, row_table, table
 
 if TYPE_CHECKING:
-    from rankwise.lab.data.text import Progress
+    from rankwise.lab.data.vocabulary import Progress
     from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"

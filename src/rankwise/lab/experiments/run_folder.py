@@ -23,8 +23,7 @@ from torch import nn
 from rankwise.deploy.load import load
 from rankwise.deploy.save import OF_RUN, STRUCTURE, WEIGHTS
 from rankwise.errors import CheckpointError
-from rankwise.lab.data.text import digest_of
-from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.data.vocabulary import Vocabulary, digest_of
 from rankwise.lab.tasks.base import Experiment, SavedModel, Task, from_json
 from rankwise.lab.tasks.streams import read_vocabulary
 from rankwise.lab.training.checkpoint import check_same
