@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,23 @@ def prune(training: Training, make: Callable[[], nn.Module], removed: float, set
     name = f"{removed:.0%} removed"
     pruner = rw.Pruner(model, rw.Budget(removed=removed), target="cuda", anneal_steps=RAMP, **settings)
     optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-5, fused=training.is_gpu)
-    training.measure(f"gated, all open, for {name}", model, lambda: training.step(model, optimizer))
+    training.measure(f"gated, all open, for {name}", model, partial(training.step, model, optimizer))
     while pruner.steps <= RAMP:
         training.step(model, optimizer, pruner)
-    training.measure(f"committed, {name}", model, lambda: training.step(model, optimizer, pruner))
+    training.measure(f"committed, {name}", model, partial(training.step, model, optimizer, pruner))
     pruner.drop_closed(optimizer)
-    training.measure(f"closed components dropped, {name}", model, lambda: training.step(model, optimizer, pruner))
+    training.measure(f"closed components dropped, {name}", model, partial(training.step, model, optimizer, pruner))
     small = pruner.compact()
     del model, optimizer, pruner
     optimizer = torch.optim.AdamW(small.parameters(), lr=1e-5, fused=training.is_gpu)
-    training.measure(f"compact, {name}", small, lambda: training.step(small, optimizer))
+    training.measure(f"compact, {name}", small, partial(training.step, small, optimizer))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--max-rank", type=float, help="as for rankwise.Pruner")
+    parser.add_argument("--max-rank", type=int, help="as for rankwise.Pruner")
     parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
     options = parser.parse_args()
@@ -107,7 +108,7 @@ def main() -> None:
     training = Training(tokens, options.repeats)
     dense = make()
     optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-5, fused=device == "cuda")
-    training.measure("dense", dense, lambda: training.step(dense, optimizer))
+    training.measure("dense", dense, partial(training.step, dense, optimizer))
     del dense, optimizer
     settings = {} if options.max_rank is None else {"max_rank": options.max_rank}
     for removed in (0.5, 0.8):

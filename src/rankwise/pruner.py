@@ -30,6 +30,7 @@ from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
+from rankwise.methods.representations import Factorized
 from rankwise.split import all_split, splitting
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Pruner:
             does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
             Budget(latency_ms=...) models are timed on it, here and now, to find the size.
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
+        max_rank: the number of components with which a matrix starts, at most. Fewer take less memory and time, but
+            those of least energy are gone before training. Default: all.
         target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
         seed: the seed of the gates' noise and of random factors.
@@ -97,6 +100,7 @@ class Pruner:
         *,
         calibration: Iterable[Any] | None = None,
         rank_multiple: int | None = None,
+        max_rank: int | None = None,
         target: str | Target | None = None,
         example: Any = None,
         seed: int = 0,
@@ -119,6 +123,7 @@ class Pruner:
         check_weights(model, self.plan)
 
         account = size_account(model, self.plan, self.method, self.target, rank_multiple, trained=init != "random")
+        account = _limit_ranks(account, self.method, max_rank)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
@@ -339,6 +344,20 @@ def size_account(
     share, which = left_out(model, plan)
     text = f"{share:.1%} of the parameters: {which}" if which else ""
     return SizeAccount(count(model), plan.params, curves, None if method.counts_nonzeros else storage, text)
+
+
+def _limit_ranks(account: SizeAccount, method: Method, max_rank: int | None) -> SizeAccount:
+    """The account of a model whose matrices start with `max_rank` components at most."""
+    if max_rank is None:
+        return account
+    if isinstance(max_rank, bool) or not isinstance(max_rank, int) or max_rank < 1:
+        raise InvalidValueError(f"`max_rank` must be a whole number of at least 1, but is {max_rank!r} instead.")
+    if not isinstance(method, Factorized):
+        raise InvalidValueError(
+            f"`max_rank` goes with methods that factorize matrices, but {method.name!r} does not. Leave it out."
+        )
+    curves = (replace(curve, num_components=min(curve.num_components, max_rank)) for curve in account.curves)
+    return replace(account, curves=tuple(curves))
 
 
 def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:
