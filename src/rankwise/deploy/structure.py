@@ -160,11 +160,8 @@ class PivotEmbedding(LowRankEmbedding):
     kind, pivot = "pivot_embedding", True
 
 
-FORMS: tuple[type[Layer], ...] = (
-    *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
-    *(Embedding, LowRankEmbedding, PivotEmbedding),
-)
-KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in FORMS}
+_LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
+KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in (*_LINEAR, Embedding, LowRankEmbedding, PivotEmbedding)}
 
 
 def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
