@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,6 +95,8 @@ class Controller(FixedDtypeModule, ABC):
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
         self._step, self._version = 0, self.steps._version
         self._has_train_masks = self._has_eval_masks = False
+        self.is_narrowed = False
+        """Whether closed components were dropped."""
         self._index: Tensor | None = None
         """The components in the order of `FlatLayout.open_first`, always in the same memory."""
         self.distributed = DistributedGroup()
@@ -120,6 +123,11 @@ class Controller(FixedDtypeModule, ABC):
         """Whether masks no longer change."""
         return False
 
+    @property
+    def has_committed(self) -> bool:
+        """Whether the components that are closed now stay closed."""
+        return self.is_frozen
+
     @abstractmethod
     def expected_size(self) -> float:
         """The expected size under the current gates, in parameters of the whole model."""
@@ -140,7 +148,6 @@ class Controller(FixedDtypeModule, ABC):
         """How far the components of each matrix are open, from 0 to 1; None if no gate is learned."""
         return None
 
-    @abstractmethod
     def draw_masks(self) -> None:
         """Make the training masks of the current step."""
 
@@ -149,7 +156,6 @@ class Controller(FixedDtypeModule, ABC):
         """Whether this step moves gates by the gradient of the loss."""
         return False
 
-    @abstractmethod
     def update(self, grad: Tensor) -> None:
         """Move the gates by dL/dz of all gates, a flat vector; called only if `uses_gradient`."""
 
@@ -195,6 +201,11 @@ class Controller(FixedDtypeModule, ABC):
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return
+        if self.is_narrowed and not self.has_committed:
+            raise RankwiseError(
+                "A checkpoint whose closed components were dropped must continue after the ramp, but this pruner is at "
+                f"step {self._step:,} of {self.anneal_steps:,}. Make it with the arguments of the run that was saved."
+            )
         # a later backward pass could not use tensors that were made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             if evaluation:
@@ -220,8 +231,27 @@ class Controller(FixedDtypeModule, ABC):
             self.ensure_masks(evaluation=not mode)
         return self
 
+    def narrow(self, kept: Sequence[Tensor]) -> None:
+        """Take over the sizes of gates that were narrowed to the components `kept`."""
+        moments = self._buffers.get("moments")
+        if moments is not None and moments.shape[1]:
+            flat = torch.cat([index + start for index, start in zip(kept, self.layout.starts, strict=True)])
+            self._buffers["moments"] = moments.index_select(1, flat)
+        self.invalidate_masks()
+
+    def resize(self, sizes: Sequence[int]) -> None:
+        """Set the numbers of components of all gates."""
+        self.layout, self._index = FlatLayout(sizes), None
+        curves = zip(self.account.curves, sizes, strict=True)
+        resized = tuple(replace(curve, num_components=size) for curve, size in curves)
+        self.account = replace(self.account, curves=resized)
+        self.is_narrowed = True
+
     def invalidate_masks(self) -> None:
         """Forget every mask, because the state that it was made from was loaded, moved or changed."""
+        sizes = [gate.num_components for gate in self.gates]
+        if sizes != self.layout.sizes:
+            self.resize(sizes)
         self._has_train_masks = self._has_eval_masks = False
         self._version = self.steps._version
         if not self.steps.is_meta:
@@ -238,22 +268,15 @@ class Controller(FixedDtypeModule, ABC):
 
     def mask_signature(self) -> Hashable:
         """What the host knows of the masks: while it stays the same, so do the kernels of a step and their memory."""
-        return tuple(
-            (
-                None if gate.active is None else len(gate.active),
-                gate.is_binary,
-                gate.z is not None and gate.z.requires_grad,
-            )
-            for gate in self.gates
-        )
+        learns = [gate.z is not None and gate.z.requires_grad for gate in self.gates]
+        return tuple((gate.num_active, gate.is_binary, each) for gate, each in zip(self.gates, learns, strict=True))
 
     def gradient(self, grad_scale: float) -> Tensor:
         """dL/dz of all gates as one flat vector: averaged over ranks, divided by the loss scale, zero if not finite."""
         num_ranks = self.distributed.size
-        gates = [gate for gate in self.gates if gate.z is not None]
-        grads = [None if gate.z is None else gate.z.grad for gate in gates]
+        masks = [gate.z for gate in self.gates if gate.z is not None]
         # one rank of several may have had no batch; it must not leave the others waiting
-        if num_ranks == 1 and all(grad is None for grad in grads):
+        if num_ranks == 1 and all(z.grad is None for z in masks):
             raise RankwiseError(
                 "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
                 "it, with the model in training mode."
@@ -261,9 +284,8 @@ class Controller(FixedDtypeModule, ABC):
         if num_ranks > 1:
             self.distributed.check_steps()
             self.distributed.check_agreement(self._fingerprints, self.steps.device)
-        zeros = self.steps.new_zeros(sum(gate.num_components for gate in gates), dtype=torch.float)
-        pieces = zip(torch.split(zeros, [gate.num_components for gate in gates]), grads, strict=True)
-        flat = torch.cat([zero if grad is None else grad for zero, grad in pieces] or [zeros]) / grad_scale
+        pieces = [torch.zeros_like(z) if z.grad is None else z.grad for z in masks]
+        flat = torch.cat(pieces or [self.steps.new_zeros(0, dtype=torch.float)]) / grad_scale
         if num_ranks > 1:
             flat = self.distributed.average(flat, self._step)
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
@@ -289,14 +311,17 @@ class Controller(FixedDtypeModule, ABC):
         sizes, starts = self.layout.sizes, self.layout.starts
         ranks = [n if n <= SELECT_UP_TO * size else None for n, size in zip(num_open, sizes, strict=True)]
         if z.is_cuda:
-            before = [None if gate.active is None else len(gate.active) for gate in self.gates]
-            ranks = padded_ranks(num_open, sizes, before, exact=is_binary)
+            ranks = padded_ranks(num_open, sizes, [gate.num_active for gate in self.gates], exact=is_binary)
         for gate, size, start, number, rank in zip(self.gates, sizes, starts, num_open, ranks, strict=True):
             gate.active = None if rank is None else self._index[start : start + rank]
             gate.is_binary = is_binary and number == (size if rank is None else rank)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # the checkpoint of a model whose closed components were dropped
+        moments, saved = self._buffers.get("moments"), state_dict.get(f"{prefix}moments")
+        if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] < moments.shape[1]:
+            self._buffers["moments"] = moments.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.invalidate_masks()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -341,9 +366,3 @@ class FixedController(Controller):
 
     def best_first(self, i: int) -> Tensor:
         return torch.arange(self.matrices[i].gate.num_components, device=self.steps.device)
-
-    def draw_masks(self) -> None:
-        pass
-
-    def update(self, grad: Tensor) -> None:
-        pass

@@ -65,6 +65,10 @@ class MagnitudeController(Controller):
     def gates(self) -> list[MagnitudeGate]:  # type: ignore[override]
         return [matrix.gate for matrix in self.matrices]  # type: ignore[misc]
 
+    @property
+    def has_committed(self) -> bool:
+        return self.step >= self.anneal_steps
+
     def expected_size(self) -> float:
         return self.account.size([int(gate.kept.sum()) for gate in self.gates])
 

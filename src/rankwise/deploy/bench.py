@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
-from rankwise.core.copies import copied
 from rankwise.deploy.export import Format, onnx, openvino
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError, install_extra, nearest
 from rankwise.kernels.int8 import can_multiply_bytes
 from rankwise.measure import slower_than_dense, time_together
+from rankwise.swap import copied
 
 ALL = "all"
 FAST = 2.0

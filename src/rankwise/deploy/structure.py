@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.layers import GatedLayer
+from rankwise.deploy.fuse import check_not_fused
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
@@ -226,6 +227,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Every layer of `model` that pruning could have made, under every name it has."""
+    check_not_fused(model)
     modules = dict(walk(model))
     layers = {name: layer for name, module in modules.items() if (layer := layer_of(module)) is not None}
     wholes = [name for name, layer in layers.items() if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rankwise.core.copies import copied
 from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
-from rankwise.swap import become
+from rankwise.swap import become, copied
 
 _SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
 """What layers of PyTorch tell of themselves, and those in their place do too."""

@@ -1,4 +1,4 @@
-"""One variant of an experiment: from the base to a trained compact model of each size.
+"""One part of a run: the dense base, or a variant that is made from it, a trained model of each size.
 
 A one-shot method compresses before training; the others prune along a ramp; then the compact model may be healed.
 """
@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rankwise.core.budget import Budget, SizeReport
-from rankwise.lab.experiments.analysis import kept_by_gates, kept_by_shape
-from rankwise.lab.experiments.run_folder import CHECKPOINTS, EXPORT, MODEL
+from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.plan import Site, get_module
+from rankwise.lab.experiments.run_folder import (
+    BASE,
+    CHECKPOINTS,
+    EXPERIMENT,
+    EXPORT,
+    MODEL,
+    base_fingerprint,
+    check_part,
+    has_models,
+    variant_fingerprint,
+    write_experiment,
+)
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
 from rankwise.lab.training.records import RunFolder, read_json, write_file
+from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
@@ -29,6 +41,8 @@ DENSE = "dense"
 HEALING, SNAPSHOT = "healing", "snapshot"
 
 AnyTask = Task[Any, Any]
+Row = dict[str, Any]
+"""The row of a model in the table of a run."""
 
 
 @dataclass(frozen=True)
@@ -50,58 +64,77 @@ class Context:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
-    """A model of one size after its training, and what its row tells."""
-
-    name: str
-    experiment: Experiment
-    model: nn.Module
-    size: SizeReport | None
-    steps: int
-    record: Mapping[str, Any]
-    """The record of its training."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Making:
-    """A variant that is being made from the base."""
+class Part:
+    """The base or a variant, in a folder of its own."""
 
     context: Context
-    variant: Variant
+    name: str
     task: AnyTask
     config: LoopConfig
     of: Mapping[str, Any]
-    base: Path | None
-    teacher: Path | None
+    """What it is made from."""
+    base: Path | None = None
+    """The model that it starts from; None: fresh weights."""
+    teacher: Path | None = None
+
+    @classmethod
+    def of_base(cls, context: Context, experiment: Experiment) -> Part:
+        """The dense model that every variant starts from."""
+        alone = replace(experiment.control(), training=experiment.base, healing=None)
+        task = alone.make_task(context.data)
+        config = task.phase(experiment.base, 2 * experiment.seed)
+        return cls(context, BASE, task, config, base_fingerprint(task, config))
+
+    @classmethod
+    def of_variant(cls, context: Context, variant: Variant, base: Path | None, teacher: Path | None = None) -> Part:
+        """What is made from the model in the folder `base`; `teacher`: the dense model that is learned from, where it
+        is not that of this run."""
+        experiment = variant.experiment
+        task = experiment.make_task(context.data)
+        config = task.phase(experiment.training, 2 * experiment.seed + 1)
+        reference = base if experiment.reference == "base" else context.folder / DENSE / MODEL
+        of = variant_fingerprint(task, config, base)
+        return cls(context, variant.name, task, config, of, base, teacher or reference)
 
     @property
     def experiment(self) -> Experiment:
-        return self.variant.experiment
+        experiment: Experiment = self.task.experiment
+        return experiment
 
-    def models(self) -> Iterator[Trained]:
-        """A trained model of each size."""
+    @property
+    def folder(self) -> Path:
+        return self.context.folder / self.name
+
+    def check(self) -> dict[str, Any] | None:
+        """Refuse a folder that was made, or begun, from something else; its export, where it is finished."""
+        return check_part(self.folder, self.of)
+
+    def make(self) -> list[Row]:
+        """Train, export and evaluate a model of each size, unless that is done already; their rows of the table."""
+        done = self.check()
+        if done is not None and has_models(self.context.folder, done["rows"], EXPERIMENT, *self.task.beside):
+            finished: list[Row] = done["rows"]
+            return finished
         method = self.experiment.method
         if method.name == DENSE:
-            return self._dense()
-        return self._one_shot(method) if isinstance(method, Svd) and self.base is not None else self._along_ramp()
+            rows = list(self._dense())
+        elif isinstance(method, Svd) and self.base is not None:
+            rows = list(self._one_shot(method))
+        else:
+            rows = list(self._along_ramp())
+        write_file(self.folder / EXPORT, {"of": self.of, "rows": rows})
+        if not self.config.keeps_checkpoints:
+            for row in rows:
+                for phase in ("", HEALING):
+                    shutil.rmtree(self.context.folder / row["folder"] / phase / CHECKPOINTS, ignore_errors=True)
+        return rows
 
-    def healed(self, made: Trained) -> Trained:
-        """The compact model after some training of its own, where the experiment asks for it."""
-        if self.experiment.healing is None:
-            return made
-        config = self.task.phase(self.experiment.healing, self.config.seed)
-        self.context.watcher.phase(f"healing {made.name}")
-        outcome = self._fit(f"{made.name}/{HEALING}", made.model, config=config)
-        total = {key: made.record[key] + outcome.record[key] for key in ("seconds", *units(outcome.record))}
-        return replace(made, model=outcome.model, steps=made.steps + config.steps, record=total)
+    def _dense(self) -> Iterator[Row]:
+        self.context.watcher.phase("training the dense model" + ("" if self.base is None else " on"))
+        outcome = self._fit(self.name, self.task.start(self.base))
+        yield self._row(self.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
 
-    def _dense(self) -> Iterator[Trained]:
-        self.context.watcher.phase("training the dense model on")
-        outcome = self._fit(self.variant.name, self.task.start(self.base))
-        yield Trained(self.variant.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
-
-    def _one_shot(self, method: Svd) -> Iterator[Trained]:
+    def _one_shot(self, method: Svd) -> Iterator[Row]:
         """A model of each size, compressed before any training and then trained."""
         for budget in self.experiment.budgets():
             name = self._name(budget)
@@ -114,29 +147,68 @@ class Making:
             self.context.watcher.phase(f"training {name}")
             outcome = self._fit(name, small)
             size, kept = SizeReport.of(outcome.model, account, budget), kept_by_shape(plan.sites, outcome.model)
-            own = self._of_size(budget)
-            yield Trained(name, own, outcome.model, size, self.config.steps, outcome.record, kept)
+            own, steps = self._of_size(budget), self.config.steps
+            yield self._row(name, own, outcome.model, size, steps, outcome.record, **kept)
 
-    def _along_ramp(self) -> Iterator[Trained]:
+    def _along_ramp(self) -> Iterator[Row]:
         """A model of each size from one training with gates, each taken when the target passes its size."""
-        self.context.watcher.phase(f"pruning with {self.variant.name}")
+        self.context.watcher.phase(f"pruning with {self.name}")
         *further, last = self.experiment.budgets()
         folders = {budget: self.context.folder / self._name(budget) / SNAPSHOT for budget in further}
         sizes = SizesAlongRamp(self.task, folders)
         try:
-            outcome = self._fit(self.variant.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
         except SnapshotLostError:
-            shutil.rmtree(self.context.folder / self.variant.name / CHECKPOINTS)
-            outcome = self._fit(self.variant.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            shutil.rmtree(self.folder / CHECKPOINTS)
+            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
         assert outcome.pruner is not None
         for budget in sorted(further, key=lambda budget: budget.removed or 0):
             model, size, step = sizes.load(budget)
             kept = kept_by_shape(outcome.pruner.plan.sites, model)
-            yield Trained(self._name(budget), self._of_size(budget), model, size, step, outcome.record, kept)
-        lines = RunFolder(outcome.folder).lines()
-        kept, size = kept_by_gates(outcome.pruner, lines), outcome.pruner.size()
+            yield self._row(self._name(budget), self._of_size(budget), model, size, step, outcome.record, **kept)
+        kept, size = kept_by_gates(outcome.pruner, RunFolder(outcome.folder).lines()), outcome.pruner.size()
         small, steps = outcome.pruner.compact(), self.config.steps
-        yield Trained(self.variant.name, self._of_size(last), small, size, steps, outcome.record, kept)
+        yield self._row(self.name, self._of_size(last), small, size, steps, outcome.record, **kept)
+
+    def _row(
+        self,
+        name: str,
+        experiment: Experiment,
+        model: nn.Module,
+        size: SizeReport | None,
+        steps: int,
+        record: Mapping[str, Any],
+        **more: Any,
+    ) -> Row:
+        """Heal a trained model where the experiment asks for it, save it and evaluate it; `record`: of its training."""
+        watcher, folder = self.context.watcher, self.context.folder / name
+        counted = [unit for unit in ("tokens", "examples", "seconds") if unit in record]
+        spent = {key: record[key] for key in counted}
+        if self.experiment.healing is not None:
+            config = self.task.phase(self.experiment.healing, self.config.seed)
+            watcher.phase(f"healing {name}")
+            outcome = self._fit(f"{name}/{HEALING}", model, config=config)
+            model, steps = outcome.model, steps + config.steps
+            spent = {key: spent[key] + outcome.record[key] for key in counted}
+        watcher.phase(f"evaluating {name}")
+        self.task.save(model.eval(), folder / MODEL, size)
+        write_experiment(folder, experiment, self.task.fingerprint)
+        is_reference = name == BASE and size is None and experiment.reference == "base"
+        return {
+            "name": DENSE if is_reference else name,
+            "method": experiment.method.name,
+            **experiment.row(),
+            "parameters": count(model) if size is None else size.exported,
+            "removed": 0.0 if size is None else size.removed,
+            "removed_of_prunable": 0.0 if size is None else size.removed_of_prunable,
+            "nonzeros": False if size is None else size.nonzeros,
+            "valid": self.task.evaluate(model, "valid"),
+            "test": self.task.evaluate(model, "test"),
+            "steps": steps,
+            **spent,
+            "folder": name,
+            **more,
+        }
 
     def _gate(self, model: nn.Module) -> Pruner:
         experiment = self.experiment
@@ -161,14 +233,25 @@ class Making:
         gate: Callable[[nn.Module], Pruner] | None = None,
         after_step: Callable[[Pruner], None] | None = None,
     ) -> Outcome:
+        """One phase of training, in the folder of that name."""
         config = config or self.config
-        teacher = self.teacher if self.task.distills(config) else None
-        return fit_part(self.context, self.task, name, self.of, config, model, gate, teacher, after_step)
+        return fit(
+            model,
+            self.task,
+            config,
+            self.context.folder / name,
+            pruner=gate,
+            teacher=self.task.load(self.teacher) if self.teacher is not None and self.task.distills(config) else None,
+            about=self.of["about"],
+            trackers=self.context.trackers,
+            progress=self.context.watcher,
+            after_step=after_step,
+        )
 
     def _name(self, budget: Budget) -> str:
         """The name of the row of one size."""
-        name, own = self.variant.name, self.experiment.budget
-        return name if budget == own else f"{name}-at-{100 * (budget.removed or 0):g}"
+        own = self.experiment.budget
+        return self.name if budget == own else f"{self.name}-at-{100 * (budget.removed or 0):g}"
 
     def _of_size(self, budget: Budget) -> Experiment:
         return replace(self.experiment, budget=budget, sizes=()) if self.experiment.sizes else self.experiment
@@ -214,32 +297,26 @@ class SizesAlongRamp:
         return about is not None and about["step"] <= step and (folder / MODEL).is_dir()
 
 
-def fit_part(
-    context: Context,
-    task: AnyTask,
-    name: str,
-    of: Mapping[str, Any],
-    config: LoopConfig,
-    model: nn.Module,
-    gate: Callable[[nn.Module], Pruner] | None = None,
-    teacher: Path | None = None,
-    after_step: Callable[[Pruner], None] | None = None,
-) -> Outcome:
-    """One phase of training, in the folder of that name."""
-    return fit(
-        model,
-        task,
-        config,
-        context.folder / name,
-        pruner=gate,
-        teacher=None if teacher is None else task.load(teacher),
-        about=of["about"],
-        trackers=context.trackers,
-        progress=context.watcher,
-        after_step=after_step,
-    )
+def kept_by_gates(pruner: Pruner, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Parameters of each matrix, before and after; and how the gates of the first and the last matrix decided.
+
+    `lines` are the metrics of the training.
+    """
+    counts = pruner.controller.num_kept(pruner.limit)
+    triples = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
+    found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in triples}}
+    lines = [line for line in lines if GATES in line]
+    if lines:
+        shown = dict.fromkeys((pruner.plan.sites[0].name, pruner.plan.sites[-1].name))
+        histograms = {name: [line[GATES][name] for line in lines] for name in shown}
+        found["gates"] = {"steps": [line["step"] for line in lines], "histograms": histograms}
+    return found
 
 
-def units(record: Mapping[str, Any]) -> list[str]:
-    """What a record of training counts: tokens, or examples."""
-    return [unit for unit in ("tokens", "examples") if unit in record]
+def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
+    """Parameters of each matrix, before and after, as the compact model has them; biases are not counted."""
+
+    def kept(site: Site) -> int:
+        return sum(p.numel() for p in get_module(small, site.uses[0]).parameters() if p.dim() > 1)
+
+    return {"matrices": {site.name: [site.params, kept(site)] for site in sites}}
