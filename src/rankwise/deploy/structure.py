@@ -23,8 +23,8 @@ from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
-VERSION, UNSEALED = 2, 1
-"""The version of both formats, and the last one without checksums."""
+VERSION = 2
+"""The version of both formats; earlier ones had no checksums."""
 ENTRY = "The `quantization_config` in config.json"
 
 Find = Callable[[str], nn.Module]
@@ -354,13 +354,13 @@ class SavedLayers:
                 f"{where} must be version {VERSION} at most, but is version {version}, written by rankwise "
                 f"{entry.get('rankwise')}. Upgrade rankwise."
             )
-        if version not in (UNSEALED, VERSION):
+        if version != VERSION:
             raise damaged(where, f"its version is {version!r}")
-        verify = verify and version != UNSEALED and verifies()
-        if verify:
+        files = None
+        if verify and verifies():
             with checking(where):
                 check_seal(entry)
-        files = entry[FILES] if verify else None
+            files = entry[FILES]
         if entry.get("gated") is True:
             return cls(gated=True, files=files)
         for key in ("layers", "tied"):
