@@ -136,11 +136,11 @@ def test_cases_are_judged_by_themselves() -> None:
         ({"repeats": 1}, "`repeats` must be at least 2, but is 1 instead."),
         (
             {"engines": ("compil",)},
-            "must be one of torch, compile, graph.*, but is 'compil' instead. Did you mean 'compile'?",
+            "must be one of torch, compile, .*, but is 'compil' instead. Did you mean 'compile'?",
         ),
         (
             {"engines": ("graph",)},
-            "An engine for 'cpu' must be one of torch, compile, .* but is 'graph' instead, which ",
+            "An engine must be one of torch, compile, .* for 'cpu', but is 'graph' instead.",
         ),
         ({"device": "gpu"}, '`device` must be "cpu" or "cuda", but is \'gpu\' instead.'),
     ],

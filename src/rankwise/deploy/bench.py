@@ -50,15 +50,10 @@ class Engine:
 
 def engine(name: str, device: str = "cpu") -> Engine:
     """The engine of that name, if it can run here, on that kind of device."""
-    if name not in ENGINES:
+    able = [other for other, entry in ENGINES.items() if device in entry.devices]
+    if name not in able:
         raise RankwiseError(
-            f"An engine must be one of {', '.join(ENGINES)}, but is {name!r} instead.{nearest(name, ENGINES)}"
-        )
-    if device not in ENGINES[name].devices:
-        able = [other for other, entry in ENGINES.items() if device in entry.devices]
-        raise RankwiseError(
-            f"An engine for {device!r} must be one of {', '.join(able)}, but is {name!r} instead, which runs on "
-            f"{' and '.join(map(repr, ENGINES[name].devices))} alone."
+            f"An engine must be one of {', '.join(able)} for {device!r}, but is {name!r} instead.{nearest(name, able)}"
         )
     if missing := ENGINES[name].missing():
         raise RankwiseError(f"The engine {name!r} cannot run here: {missing}")

@@ -50,7 +50,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     it is. Models of rankwise's own architectures need none.
 
     A file that changed since it was saved is refused by its checksum, unless `verify` is False (or `RANKWISE_VERIFY=0`
-    is in the environment). Folders of versions that wrote no checksums load without.
+    is in the environment).
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")

@@ -23,8 +23,8 @@ from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
-VERSION, UNSEALED = 2, 1
-"""The version of both formats, and the last one without checksums."""
+VERSION = 2
+"""The version of both formats; earlier ones had no checksums."""
 ENTRY = "The `quantization_config` in config.json"
 
 Find = Callable[[str], nn.Module]
@@ -161,11 +161,8 @@ class PivotEmbedding(LowRankEmbedding):
     kind, pivot = "pivot_embedding", True
 
 
-FORMS: tuple[type[Layer], ...] = (
-    *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
-    *(Embedding, LowRankEmbedding, PivotEmbedding),
-)
-KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in FORMS}
+_LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
+KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in (*_LINEAR, Embedding, LowRankEmbedding, PivotEmbedding)}
 
 
 def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
@@ -357,13 +354,13 @@ class SavedLayers:
                 f"{where} must be version {VERSION} at most, but is version {version}, written by rankwise "
                 f"{entry.get('rankwise')}. Upgrade rankwise."
             )
-        if version not in (UNSEALED, VERSION):
+        if version != VERSION:
             raise damaged(where, f"its version is {version!r}")
-        verify = verify and version != UNSEALED and verifies()
-        if verify:
+        files = None
+        if verify and verifies():
             with checking(where):
                 check_seal(entry)
-        files = entry[FILES] if verify else None
+            files = entry[FILES]
         if entry.get("gated") is True:
             return cls(gated=True, files=files)
         for key in ("layers", "tied"):
