@@ -1,11 +1,10 @@
-"""Bits that change on a disk, and what was written before there were checksums."""
+"""Bits that change on a disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 @contextmanager
@@ -19,8 +18,3 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(whole)
-
-
-def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A description as version 1 of its format wrote it."""
-    return {**{key: value for key, value in content.items() if key not in ("files", "checksum")}, "version": 1}

@@ -40,7 +40,7 @@ from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
-from rankwise.methods.base import svd_of_source
+from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.pruner import check_arguments, plan_for_method, size_account
 from rankwise.split import split
@@ -117,8 +117,6 @@ def compress(
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
-    if loss == "sampled":
-        loss = sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
     if loss is not None and batches:
         data.weigh(loss, list(loss_batches or batches))
     _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
@@ -225,8 +223,10 @@ class _Data:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
-    def weigh(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
+    def weigh(self, loss: Callable[[Any], Tensor] | Literal["sampled"], batches: Sequence[Any]) -> None:
         """Weigh the outputs of every site by how much `loss` depends on them."""
+        if loss == "sampled":
+            loss = sampled_loss(num_words=getattr(getattr(self.model, "config", None), "num_words", None))
 
         def counted() -> Iterator[Any]:
             for done, batch in enumerate(batches):
@@ -292,7 +292,7 @@ def _scores(data: _Data, method: Svd, curves: Mapping[str, CostCurve]) -> dict[s
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
-            energy = svd_of_source(source(data.model, site), curve.num_components, moments).energy_R
+            energy = energy_of_source(source(data.model, site), curve.num_components, moments)
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         release_freed_memory()
         data.progress("ranks", done, len(curves))
@@ -350,7 +350,7 @@ def _shrink(
     curve = replace(curve, num_components=rank)
     matrix = FactorizedMatrix(p, q, Gate(rank), curve)
     kept = torch.arange(rank, device=p.device)
-    if matrix.pivots_lose_precision(kept, None, dtype, by_columns=site.has_embedding):
+    if matrix.loses_precision(kept, None, dtype, by_columns=site.has_embedding):
         # as many components, most first, as a pair of no more parameters has
         matrix.cost_curve = replace(curve, pivot=False)
         kept = kept[: matrix.cost_curve.largest_count(curve(rank))]

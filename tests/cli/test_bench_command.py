@@ -13,7 +13,7 @@ import torch
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.deploy.quantize import can_multiply_bfloat16
-from rankwise.lab.experiments.bench import find_models
+from rankwise.lab.experiments.saved_models import find_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
 PRECISIONS = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
@@ -86,7 +86,7 @@ def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.Captur
     "arguments, message",
     [
         (["--engines", "tensorflow"], "An engine must be one of torch, compile"),
-        (["--engines", "graph"], "An engine for 'cpu' must be one of torch, compile"),
+        (["--engines", "graph"], "but is 'graph' instead"),
         (["--threads", "0"], "`threads` must be at least 1, but is 0 instead."),
         (["--threads", "few"], "`--threads` must be a whole number or \"all\", but is 'few' instead."),
         (["--batch", "0"], "`batch` must be at least 1, but is 0 instead."),

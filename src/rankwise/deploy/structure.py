@@ -17,13 +17,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.layers import GatedLayer
 from rankwise.deploy.fuse import check_not_fused
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
-VERSION, UNSEALED = 2, 1
-"""The version of both formats, and the last one without checksums."""
+VERSION = 2
+"""The version of both formats; earlier ones had no checksums."""
 ENTRY = "The `quantization_config` in config.json"
 
 Find = Callable[[str], nn.Module]
@@ -160,11 +161,8 @@ class PivotEmbedding(LowRankEmbedding):
     kind, pivot = "pivot_embedding", True
 
 
-FORMS: tuple[type[Layer], ...] = (
-    *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
-    *(Embedding, LowRankEmbedding, PivotEmbedding),
-)
-KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in FORMS}
+_LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
+KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in (*_LINEAR, Embedding, LowRankEmbedding, PivotEmbedding)}
 
 
 def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
@@ -210,6 +208,15 @@ def slots(
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and (key in module._non_persistent_buffers_set) == computed:
                 yield Slot(f"{prefix}.{key}".lstrip("."), module, key, tensor)
+
+
+def refuse_gated(model: nn.Module, what: str) -> None:
+    """Refuse a model that is being pruned; `what` must be compact."""
+    for name, module in walk(model):
+        if isinstance(module, GatedLayer):
+            raise CheckpointError(
+                f"{what} must be compact, but {name or 'the model'} is gated. Use what `pruner.compact()` returns."
+            )
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
@@ -347,13 +354,13 @@ class SavedLayers:
                 f"{where} must be version {VERSION} at most, but is version {version}, written by rankwise "
                 f"{entry.get('rankwise')}. Upgrade rankwise."
             )
-        if version not in (UNSEALED, VERSION):
+        if version != VERSION:
             raise damaged(where, f"its version is {version!r}")
-        verify = verify and version != UNSEALED and verifies()
-        if verify:
+        files = None
+        if verify and verifies():
             with checking(where):
                 check_seal(entry)
-        files = entry[FILES] if verify else None
+            files = entry[FILES]
         if entry.get("gated") is True:
             return cls(gated=True, files=files)
         for key in ("layers", "tied"):

@@ -96,8 +96,7 @@ class RankwiseQuantizer(HfQuantizer):
             del config.transformers_weights
         return config
 
-    def update_tp_plan(self, config: Any) -> Any:
-        return self.update_attn_implementation(config)
+    update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -108,7 +107,11 @@ class RankwiseQuantizer(HfQuantizer):
         other_sizes = SIZES_MAY_DIFFER.get()
         self.saved = saved = of_same_sizes(renamed_for(self.saved, model), model, ignore=other_sizes)
         if checkpoint_files:
-            held = _tensors_in(checkpoint_files)
+            held: list[str] = []
+            for path in checkpoint_files:
+                if str(path).endswith(".safetensors"):
+                    with safe_open(path, framework="pt") as file:
+                        held += file.keys()
             if is_foreign(model) or other_sizes:
                 saved, self.copied = with_ties_of(saved, model, held)
             else:
@@ -179,15 +182,6 @@ def _check_weights(paths: Sequence[Path], files: Mapping[str, str]) -> None:
     for name in files.keys() - given:
         if groups[name] != name and groups[name] in {groups[each] for each in given}:
             raise damaged(paths[0].with_name(name), "the index of the shards does not name it")
-
-
-def _tensors_in(files: Sequence[str]) -> list[str]:
-    names: list[str] = []
-    for path in files:
-        if str(path).endswith(".safetensors"):
-            with safe_open(path, framework="pt") as file:
-                names += file.keys()
-    return names
 
 
 def _mark_initialized(model: PreTrainedModel, changed: set[str]) -> None:

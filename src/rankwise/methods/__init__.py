@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rankwise.errors import InvalidTypeError, RankwiseError, nearest
 from rankwise.methods.base import Method
 from rankwise.methods.paper import Agp, Dense, Fac, FlopAgp, FlopL0, NpL0
+from rankwise.methods.representations import Factorized
 from rankwise.methods.svd import Svd
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, FlopAgp, FlopL0, Svd)}
@@ -29,3 +31,14 @@ def make_method(name: str, **settings: object) -> Method:
                 f"{name} needs `{field.name}`. Example: Pruner(model, budget, {name!r}, {field.name}=1000)."
             )
     return METHODS[name](**settings)
+
+
+def resolve_method(method: str | Method, layout: str, settings: dict[str, Any]) -> Method:
+    """The method with its settings; one that is given by name has this layout unless `layout` is set."""
+    if isinstance(method, Method):
+        if settings:
+            raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
+        return method
+    if issubclass(METHODS.get(method, Method), Factorized):
+        settings = {"layout": layout, **settings}
+    return make_method(method, **settings)

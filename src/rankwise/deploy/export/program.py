@@ -14,7 +14,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rankwise.core.layers import GatedLayer
+from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
@@ -198,13 +198,7 @@ class ZeroForMaskedQueries(TorchFunctionMode):
     Torch gives zeros for such a query. Engines give the mean of all values, or NaN, which the next layer spreads.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func is not F.scaled_dot_product_attention:
             return found
@@ -217,7 +211,13 @@ class ZeroForMaskedQueries(TorchFunctionMode):
 
 def exportable(model: nn.Module) -> nn.Module:
     """A copy of `model` in evaluation mode that shares its weights, with layers replaced that engines cannot run."""
-    _check_exportable(model)
+    refuse_gated(model, "An exported model")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+            raise CheckpointError(
+                f"An exported model must be float32 on the CPU, but {name} is {tensor.dtype} on {tensor.device}. "
+                "Call `model.float().cpu()` first."
+            )
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     made = copied(model, memo).eval()
     for module in list(made.modules()):
@@ -230,21 +230,6 @@ def exportable(model: nn.Module) -> nn.Module:
             # a cache that one call leaves for the next is not a tensor, so no graph can return it
             module.config.use_cache = False  # type: ignore[union-attr]
     return made.eval()
-
-
-def _check_exportable(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, GatedLayer):
-            raise CheckpointError(
-                f"An exported model must be compact, but {name or 'the model'} is gated. "
-                "Export what `pruner.compact()` returns."
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
-            raise CheckpointError(
-                f"An exported model must be float32 on the CPU, but {name} is {tensor.dtype} on {tensor.device}. "
-                "Call `model.float().cpu()` first."
-            )
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:

@@ -28,7 +28,6 @@ from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
 from rankwise.lab.kernels.layers import look_up, norm_of_sum
-from rankwise.lab.kernels.relative_attention import cpu
 from rankwise.modules import is_observed
 
 Memory = tuple[Tensor, ...]
@@ -169,9 +168,12 @@ class RelativeAttention(nn.Module):
         )
         return linear.call(self.out, y_BTHE.flatten(2))
 
-    def attend(self, *inputs: Tensor, reach: int | None) -> Tensor:
+    def attend(self, *inputs: Any, reach: int | None) -> Tensor:
         """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
-        return cpu.relative_attention(*inputs, reach=reach, dtype=self.inference_dtype).flatten(2)
+        from rankwise.lab.kernels.relative_attention.cpu import relative_attention
+
+        given: list[Any] = [*inputs, reach, self.inference_dtype]
+        return relative_attention(*given).flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
