@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rankwise as rw
+from rankwise.files import sealed
 from tests.serve.engine import NEW_TOKENS
 from tests.serve.served import CONFIGS, NEEDS_VLLM, PROMPTS, ask, build, mixed, one_shot, pruned, save
 
@@ -37,9 +38,11 @@ def entry_of(folder: Path) -> dict[str, Any]:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    """Change the entry of a saved model, which then has the version without checksums unless `changes` name one."""
+    """Change the entry of a saved model, as somebody would who also writes the checksums."""
     content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"].update({"version": 1, **changes})
+    entry = {**content.get("quantization_config", {}), **changes}
+    plain = {key: value for key, value in entry.items() if key not in ("files", "checksum")}
+    content["quantization_config"] = sealed(plain, sorted(folder.glob("*.safetensors")))
     (folder / "config.json").write_text(json.dumps(content))
 
 
@@ -87,10 +90,8 @@ def an_expert(folder: Path, source: Path) -> None:
     config = hf.Qwen3MoeConfig(**build("qwen3").config.to_dict() | sizes | {"model_type": "qwen3_moe"})
     hf.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     form = {"kind": "low_rank_linear", "inputs": 128, "outputs": 64, "bias": False, "rank": 8}
-    entry = {"quant_method": "rankwise", "version": 1, "tied": {}, "layers": {}}
-    entry["layers"] = {"model.layers.0.mlp.experts.0.gate_proj": form}
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": entry}))
+    layers = {"model.layers.0.mlp.experts.0.gate_proj": form}
+    rewrite(folder, quant_method="rankwise", version=entry_of(source)["version"], tied={}, layers=layers)
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
