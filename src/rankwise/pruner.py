@@ -30,7 +30,6 @@ from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
-from rankwise.methods.representations import Factorized
 from rankwise.split import all_split, splitting
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Pruner:
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
-        check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for
@@ -123,7 +122,8 @@ class Pruner:
         check_weights(model, self.plan)
 
         account = size_account(model, self.plan, self.method, self.target, rank_multiple, trained=init != "random")
-        account = _limit_ranks(account, self.method, max_rank)
+        if max_rank is not None:
+            account = self.method.limit_ranks(account, max_rank)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
@@ -346,20 +346,6 @@ def size_account(
     return SizeAccount(count(model), plan.params, curves, None if method.counts_nonzeros else storage, text)
 
 
-def _limit_ranks(account: SizeAccount, method: Method, max_rank: int | None) -> SizeAccount:
-    """The account of a model whose matrices start with `max_rank` components at most."""
-    if max_rank is None:
-        return account
-    if isinstance(max_rank, bool) or not isinstance(max_rank, int) or max_rank < 1:
-        raise InvalidValueError(f"`max_rank` must be a whole number of at least 1, but is {max_rank!r} instead.")
-    if not isinstance(method, Factorized):
-        raise InvalidValueError(
-            f"`max_rank` goes with methods that factorize matrices, but {method.name!r} does not. Leave it out."
-        )
-    curves = (replace(curve, num_components=min(curve.num_components, max_rank)) for curve in account.curves)
-    return replace(account, curves=tuple(curves))
-
-
 def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:
     """Warn if the default plan leaves out many layers, or if the budget leaves almost nothing of the others."""
     warned = []
@@ -397,6 +383,7 @@ def check_arguments(
     calibration: Iterable[Any] | None,
     rank_multiple: int | None,
     seed: int,
+    max_rank: int | None = None,
 ) -> None:
     """Raise if an argument is of the wrong type or out of range."""
     if not isinstance(model, nn.Module):
@@ -413,7 +400,6 @@ def check_arguments(
         raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
-    multiple = 1 if rank_multiple is None else rank_multiple
-    for name, value, least in (("rank_multiple", multiple, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
+    for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
