@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--variants", default=";".join(list(VARIANTS)[:8]), help="separated by semicolons")
+    parser.add_argument("--profile", action="store_true", help="print where the time of every case goes")
     parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
     options = parser.parse_args()
@@ -139,7 +140,11 @@ def main() -> None:
     cases = TINY_CASES if options.tiny else CASES
     for case, (batch, length) in cases.items():
         tokens = torch.randint(0, dense.config.vocab_size, (batch, length), device=device)
-        times = interleaved(prepare(models, tokens, "torch" if options.tiny else "graph", device), options.repeats)
+        calls = prepare(models, tokens, "torch" if options.tiny else "graph", device)
+        if options.profile:
+            for name, call in calls.items():
+                print(f"\n{name}, {case}:\n{profile(call)}", flush=True)
+        times = interleaved(calls, options.repeats)
         for name, taken in times.items():
             rows[name][case] = {
                 "milliseconds": spread([1e3 * t for t in taken]),
@@ -175,6 +180,22 @@ def prepare(models: dict[str, nn.Module], tokens: Tensor, how: str, device: str)
         calls[name] = engine(how, device).prepare(compiled(Last(model)), (tokens,))
         print(f"{name}, {tuple(tokens.shape)}: ready in {time.perf_counter() - start:.0f} s", flush=True)
     return calls
+
+
+def profile(call: Callable[[], object], repeats: int = 5, kernels: int = 8) -> str:
+    """The kernels that take most of the time of a call: microseconds and number of launches in one call."""
+    call()
+    with torch.profiler.profile() as found:
+        for _ in range(repeats):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    spent = {
+        event.key: (event.self_device_time_total / repeats, event.count / repeats) for event in found.key_averages()
+    }
+    most = sorted(spent.items(), key=lambda item: -item[1][0])[:kernels]
+    lines = [f"{us:9.1f} us in {launches:5.1f} launches  {name[:90]}" for name, (us, launches) in most]
+    return "\n".join([f"{sum(us for us, _ in spent.values()):9.1f} us in all", *lines])
 
 
 def table(rows: dict[str, dict[str, Any]], cases: list[str]) -> str:

@@ -17,7 +17,7 @@ KNOWN = (
     "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
     "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
     "methods-enwik8-transformer", "methods-enwik8-transformer-long", "oneshot-smollm2", "oneshot-smollm2-healed",
-    "lagrangian-recipes", "gpu-decoder",
+    "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results
@@ -202,11 +202,25 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "A large decoder on a GPU",
         "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
-        "falling spectrum, 30% removed by `rankwise.compress`; one H200, replayed as CUDA graphs, median and spread "
-        "(20% to 80%) of the ratios within one run. *default* keeps ranks at multiples of 64 and leaves matrices "
-        "dense that a pair would not make faster; *odd ranks* is `rank_multiple=1`. `python "
-        "benchmarks/gpu_decoder.py --layers 4 --record results/gpu-decoder.json`",
+        "falling spectrum, compressed by `rankwise.compress` without calibration; one H200, compiled by "
+        "`torch.compile` and replayed as CUDA graphs, median and spread (20% to 80%) of the ratios within one run. "
+        "Layers that read the same input are fused by `rankwise.deploy.fuse_layers` in the dense model too, unless "
+        "the row says otherwise. `python benchmarks/gpu_decoder.py --layers 4 --record results/gpu-decoder.json`",
         _of("gpu-decoder", sections.gpu_decoder),
+    ),
+    (
+        "Training a large decoder on a GPU",
+        "The same decoder with weights in float32, 4 x 1024 tokens, autocast to bfloat16 and fused AdamW. *Committed* "
+        "is after the ramp, when the gates stay; then `pruner.drop_closed(optimizer)` drops what they closed. One "
+        "H200, median of ten steps and its spread (20% to 80%). With `max_rank=2048` every matrix starts with at "
+        "most 2048 components. `python benchmarks/gpu_training.py --record results/gpu-training.json`",
+        _of("gpu-training", sections.gpu_training),
+    ),
+    (
+        "Compressing a large decoder on a GPU",
+        "`rankwise.compress` of a decoder of 32 such layers in place, ranks by the loss, calibrated on 16 windows of "
+        "2048 random tokens. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
+        _of("gpu-compress", sections.gpu_compress),
     ),
     (
         "A small SRU on a CPU",

@@ -51,6 +51,30 @@ def gpu_decoder(record: Record) -> Table:
     return Table(("", "parameters", *cases), tuple(rows))
 
 
+def gpu_training(record: Record) -> Table:
+    """The time of a step of a decoder that is being pruned, and the peak of memory, relative to dense."""
+    dense = record["rows"][0]
+
+    def row(found: Record) -> tuple[str, ...]:
+        spent = found["milliseconds"]
+        times = f"{spent['median']:.1f} ms ({spent['p20']:.1f} to {spent['p80']:.1f})"
+        speed = dense["milliseconds"]["median"] / spent["median"]
+        return (found["name"], times, f"{speed:.2f}x", f"{found['peak bytes'] / dense['peak bytes']:.2f}x")
+
+    return Table(("", "step", "speed", "peak memory"), tuple(map(row, record["rows"])))
+
+
+def gpu_compress(record: Record) -> Table:
+    """The time and memory to compress a decoder."""
+    rows = []
+    for row in record["rows"]:
+        dense, small = row["parameters"]
+        parts = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in row["parts"].items())
+        peak = f"{row['peak memory against the weights']:.2f}x"
+        rows.append((f"{dense:,}", f"{small:,}", f"{row['seconds']:.0f} s ({parts})", peak))
+    return Table(("dense", "compressed", "time", "peak memory against the weights"), tuple(rows))
+
+
 def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
     row = found[0].row
     lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]

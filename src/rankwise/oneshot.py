@@ -117,8 +117,6 @@ def compress(
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
-    if loss == "sampled":
-        loss = sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
     if loss is not None and batches:
         data.weigh(loss, list(loss_batches or batches))
     _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
@@ -225,8 +223,10 @@ class _Data:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
-    def weigh(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
+    def weigh(self, loss: Callable[[Any], Tensor] | Literal["sampled"], batches: Sequence[Any]) -> None:
         """Weigh the outputs of every site by how much `loss` depends on them."""
+        if loss == "sampled":
+            loss = sampled_loss(num_words=getattr(getattr(self.model, "config", None), "num_words", None))
 
         def counted() -> Iterator[Any]:
             for done, batch in enumerate(batches):

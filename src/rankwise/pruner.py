@@ -77,6 +77,8 @@ class Pruner:
             does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
             Budget(latency_ms=...) models are timed on it, here and now, to find the size.
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
+        max_rank: the number of components with which a matrix starts, at most. Fewer take less memory and time, but
+            those of least energy are gone before training. Default: all.
         target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
         seed: the seed of the gates' noise and of random factors.
@@ -97,13 +99,14 @@ class Pruner:
         *,
         calibration: Iterable[Any] | None = None,
         rank_multiple: int | None = None,
+        max_rank: int | None = None,
         target: str | Target | None = None,
         example: Any = None,
         seed: int = 0,
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
-        check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for
@@ -119,6 +122,8 @@ class Pruner:
         check_weights(model, self.plan)
 
         account = size_account(model, self.plan, self.method, self.target, rank_multiple, trained=init != "random")
+        if max_rank is not None:
+            account = self.method.limit_ranks(account, max_rank)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
@@ -378,6 +383,7 @@ def check_arguments(
     calibration: Iterable[Any] | None,
     rank_multiple: int | None,
     seed: int,
+    max_rank: int | None = None,
 ) -> None:
     """Raise if an argument is of the wrong type or out of range."""
     if not isinstance(model, nn.Module):
@@ -394,7 +400,6 @@ def check_arguments(
         raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
-    multiple = 1 if rank_multiple is None else rank_multiple
-    for name, value, least in (("rank_multiple", multiple, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
+    for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

@@ -229,7 +229,8 @@ def _usage(command: Command) -> str:
         [
             wrapped(usage, indent=" " * len("usage: ")).replace(chr(0), " "),
             wrapped(command.about),
-            *map(_paragraph, details),
+            # an example stays one command when it is copied
+            *(text if text.startswith("example:") else wrapped(" ".join(text.split())) for text in details),
             "\n".join(["arguments:", *entries([(each.label, each.help) for each in command.arguments], 26)]),
         ]
     )
@@ -245,10 +246,3 @@ def entries(pairs: Sequence[tuple[str, str]], indent: int) -> Iterator[str]:
         lines = wrapped(about, width=max(columns(), 2 * indent) - indent).split("\n")
         for place, line in enumerate(lines):
             yield ((left if beside and place == 0 else "").ljust(indent) + line).rstrip()
-
-
-def _paragraph(text: str) -> str:
-    """A paragraph in lines that fit. An example stays one command when it is copied."""
-    if not text.startswith("example:"):
-        return wrapped(" ".join(text.split()))
-    return "\n".join(wrapped(line, indent="    ", ending=" \\") for line in text.splitlines())

@@ -65,7 +65,7 @@ def compress(options: Options) -> None:
     better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
     `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
 
-    example: rankwise compress my-model --removed 0.3 --calibration text.txt --out my-model-small
+    example: rankwise compress my-bert --removed 0.3 --calibration a.txt --out small
     """
     from rankwise.hub import check_name
 
@@ -128,13 +128,13 @@ def _figures(made: Compressed) -> Iterator[str]:
 @contextmanager
 def _listening() -> Iterator[Listener]:
     """Shows progress: a bar on a terminal, plain lines elsewhere."""
-    from rankwise.cli.progress import Bar, watching
+    from rankwise.cli.progress import Lines, watching
     from rankwise.deploy.compress import Listener
 
     with watching() as watcher:
 
         class Shown(Listener):
-            what, said = "", 0.0
+            what = ""
 
             def say(self, text: str) -> None:
                 watcher.say(text)
@@ -143,10 +143,9 @@ def _listening() -> Iterator[Listener]:
                 if what != self.what:
                     watcher.phase(TITLES.get(what, what))
                     watcher.begin(0, total)
-                    self.what, self.said = what, time.monotonic()
+                    self.what = what
                 watcher.advance(done)
-                if not isinstance(watcher, Bar) and time.monotonic() - self.said > PATIENCE_SECONDS:
+                if isinstance(watcher, Lines) and time.monotonic() - watcher.said > PATIENCE_SECONDS:
                     watcher.say(f"  {done} of {total}")
-                    self.said = time.monotonic()
 
         yield Shown()

@@ -72,7 +72,7 @@ def run(options: Options) -> None:
 
     Ctrl-C stops the run; the same command again goes on from there.
 
-    example: rankwise run demo --budget.removed 0.9 --both.steps 300 --out runs/smaller
+    example: rankwise run demo --budget.removed 0.9 --out runs/smaller
     """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -147,7 +147,7 @@ def sweep(options: Options) -> None:
     With every seed of a language model, a dense control is trained that the others are compared with. Ctrl-C stops
     the sweep; the same command again goes on from there.
 
-    example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2
+    example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8
     """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.pipeline import sweep

@@ -44,15 +44,12 @@ def say(text: str) -> None:
     print(wrapped(text))
 
 
-def wrapped(text: str, indent: str = "", ending: str = "", width: int | None = None) -> str:
-    """A text in lines that fit; its paragraphs end at line breaks.
-
-    All lines of a paragraph but the first begin with `indent`, all but the last end with `ending`.
-    """
+def wrapped(text: str, indent: str = "", width: int | None = None) -> str:
+    """A text in lines that fit; all lines of a paragraph but the first begin with `indent`."""
     wrapper = textwrap.TextWrapper(
-        (width or columns()) - len(ending), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        width or columns(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(f"{ending}\n".join(wrapper.wrap(line)) for line in text.split("\n"))
+    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> None:

@@ -118,5 +118,7 @@ class MagnitudeController(Controller):
         gate, magnitudes = self.gates[i], self.matrices[i].magnitudes()
         if gate.learned:
             magnitudes = magnitudes * gate.diagonal.abs()
+        if not len(magnitudes):
+            return magnitudes
         magnitudes = torch.nan_to_num(magnitudes, nan=0.0, posinf=torch.finfo(magnitudes.dtype).max / 4)
         return torch.where(gate.kept, magnitudes, magnitudes - magnitudes.max() - 1)

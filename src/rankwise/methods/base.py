@@ -18,6 +18,7 @@ from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Plan, Site, Source
 from rankwise.core.targets import Target
+from rankwise.errors import InvalidValueError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ class Method(ABC):
     def overhead_bytes(self, site: Site) -> int:
         """The bytes that an exported `site` saves in addition to its parameters."""
         return 0
+
+    def limit_ranks(self, account: SizeAccount, max_rank: int) -> SizeAccount:
+        """The sizes of a model whose matrices start with `max_rank` components at most."""
+        raise InvalidValueError(
+            f"`max_rank` goes with methods that factorize matrices, but {self.name!r} does not. Leave it out."
+        )
 
     def fix_ranks(self, account: SizeAccount, limit: int) -> SizeAccount:
         """The account with the ranks that are chosen before training, for methods that choose them then."""

@@ -28,7 +28,6 @@ from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
 from rankwise.lab.kernels.layers import look_up, norm_of_sum
-from rankwise.lab.kernels.relative_attention import cpu
 from rankwise.modules import is_observed
 
 Memory = tuple[Tensor, ...]
@@ -171,8 +170,10 @@ class RelativeAttention(nn.Module):
 
     def attend(self, *inputs: Any, reach: int | None) -> Tensor:
         """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
+        from rankwise.lab.kernels.relative_attention.cpu import relative_attention
+
         given: list[Any] = [*inputs, reach, self.inference_dtype]
-        return cpu.relative_attention(*given).flatten(2)
+        return relative_attention(*given).flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
