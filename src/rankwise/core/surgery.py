@@ -14,6 +14,7 @@ from rankwise.core.copies import copied
 from rankwise.core.layers import GatedEmbedding, GatedLayer, GatedLinear
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, listed, pair
+from rankwise.core.widths import WidthMatrix, WidthSite
 from rankwise.errors import RankwiseError
 from rankwise.modules import scaling_of
 from rankwise.swap import become
@@ -32,6 +33,9 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
             become(module, GatedEmbedding(matrix, words.padding_idx, scaling_of(words)))
         else:
             become(module, GatedLinear(matrix, bias_of(module, use)))
+    if isinstance(site, WidthSite):
+        assert isinstance(matrix, WidthMatrix)
+        matrix.feeders = site.feeding(model)
 
 
 def gated_layers(model: nn.Module) -> list[GatedLayer]:
@@ -101,4 +105,6 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
         # an output layer is tied to its embedding, so that one is made first
         for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
             plain[layer] = layer.plain(export, memo).train(layer.training)
+        if isinstance(matrix, WidthMatrix):
+            plain.update(matrix.narrow_feeders(kept))
     return copied(model, memo, plain)
