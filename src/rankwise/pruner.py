@@ -16,7 +16,7 @@ from torch import nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import check_plan, find_plan, split_pairs
-from rankwise.adapters.widths import check_widths, find_widths, update_config
+from rankwise.adapters.widths import find_widths, update_config
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
@@ -349,10 +349,7 @@ def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget:
 def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     """The plan without the sites that the method cannot prune; raises if none is left."""
     if method.prunes_widths:
-        if plan is None:
-            return find_widths(model, heads=getattr(method, "heads", True))
-        check_widths(model, plan)
-        return plan
+        return find_widths(model, heads=getattr(method, "heads", True), within=plan)
     if plan is None:
         plan = find_plan(model)
     else:

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankwise.adapters.layer_kinds import kind_of
 from rankwise.adapters.plans import check_ungated
-from rankwise.core.plan import LeftOut, Plan, Use
+from rankwise.core.plan import LeftOut, Plan, Site, Use
 from rankwise.core.widths import Feeder, WidthSite
 from rankwise.errors import PlanError
 
@@ -23,38 +23,47 @@ NEURONS, HEADS = "neurons", "key-value heads"
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES = "such as Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
-LEFT_OUT = "it is in no feed-forward or attention block"
+LEFT_OUT = "it is in no block whose width is pruned"
 
 
-def find_widths(model: nn.Module, *, heads: bool = True) -> Plan:
+def find_widths(model: nn.Module, *, heads: bool = True, within: Plan | None = None) -> Plan:
     """Plan the neurons of every feed-forward block, and with `heads` the key-value groups of every attention block.
 
     A model is refused unless every layer has one block of each kind, and all blocks of a kind have the same shape.
+
+    Args:
+        within: blocks are pruned only if this plan holds every layer of every block of their kind.
     """
     check_ungated(model)
     config = _config(model)
-    sites = [_feed_forward(name, block, config) for name, block in _blocks(model, FEED_FORWARD)]
-    _check_blocks(model, sites, FEED_FORWARD, config)
+    found = [_feed_forward(name, block, config) for name, block in _blocks(model, FEED_FORWARD)]
+    _check_blocks(model, found, FEED_FORWARD, config)
     if heads:
         counts = _accepted_heads(config)
-        found = [_attention(name, block, config, counts) for name, block in _blocks(model, ATTENTION)]
-        _check_blocks(model, found, ATTENTION, config)
-        sites += found
-    inside = {name for site in sites for name in (site.name, *(feeder.name for feeder in site.feeders))}
+        attention = [_attention(name, block, config, counts) for name, block in _blocks(model, ATTENTION)]
+        _check_blocks(model, attention, ATTENTION, config)
+        found += attention
+    allowed = {name for site in found for name in _layers(site)}
+    if within is not None:
+        allowed = {name for site in within.sites for name in _layers(site)}
+    kept_out = {site.width for site in found if not allowed.issuperset(_layers(site))}
+    sites = [site for site in found if site.width not in kept_out]
+    if not sites:
+        raise PlanError(
+            "`plan` must hold every layer of the feed-forward or of the attention blocks, because all layers keep the "
+            "same width, but holds neither. Leave it out."
+        )
+    inside = {name for site in sites for name in _layers(site)}
     _check_unshared(model, inside)
     others = [(name, layer) for name, layer in model.named_modules() if name not in inside and kind_of(layer)]
     left_out = [LeftOut(name, sum(p.numel() for p in layer.parameters()), LEFT_OUT) for name, layer in others]
     return Plan(tuple(sites), tuple(left_out))
 
 
-def check_widths(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that is not one of whole blocks, or was made from another model."""
-    has_heads = any(isinstance(site, WidthSite) and site.width == HEADS for site in plan.sites)
-    if plan.sites != find_widths(model, heads=has_heads).sites:
-        raise PlanError(
-            "`plan` must be one of whole blocks of this model, because neurons and heads are pruned to one width for "
-            "all layers, but is another. Leave it out."
-        )
+def _layers(site: Site) -> list[str]:
+    """The names of all layers that a site prunes."""
+    feeders = site.feeders if isinstance(site, WidthSite) else ()
+    return [*(use.name for use in site.uses), *(feeder.name for feeder in feeders)]
 
 
 def update_config(model: nn.Module) -> None:

@@ -252,17 +252,22 @@ def card(
     base_model: str | None,
 ) -> str:
     """The text of README.md."""
-    kind = type(model).__name__
+    kind, is_stock = type(model).__name__, entry_of(model) is None
+    how = (
+        f". Its layers are as {kind} builds them, so that it needs nothing but what loads that."
+        if is_stock
+        else ", which writes weight matrices as products of two smaller ones."
+    )
     lines = [
-        *_front_matter(base_model),
+        *_front_matter(base_model, is_stock),
         f"# {name}",
         "",
         f"{kind} with {count(model):,} parameters"
         + (f", made of {base_model}" if base_model else "")
-        + f" by rankwise {VERSION}, which writes weight matrices as products of two smaller ones.",
+        + f" by rankwise {VERSION}{how}",
         "",
         "```python",
-        'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise',
+        *([] if is_stock else ['import rankwise.hf  # pip install ".[hf]" in a clone of rankwise']),
         f"from transformers import {kind}",
         "",
         f"model = {kind}.from_pretrained({json.dumps(name)})",
@@ -285,10 +290,11 @@ def card(
     return "\n".join(lines) + "\n"
 
 
-def _front_matter(base_model: str | None) -> list[str]:
+def _front_matter(base_model: str | None, is_stock: bool) -> list[str]:
     # a JSON string is a YAML string too
     base = [f"base_model: {json.dumps(base_model)}"] if base_model else []
-    return ["---", "library_name: transformers", "tags: [rankwise, pruning, low-rank]", *base, "---", ""]
+    tags = "tags: [rankwise, pruning]" if is_stock else "tags: [rankwise, pruning, low-rank]"
+    return ["---", "library_name: transformers", tags, *base, "---", ""]
 
 
 def _size(model: PreTrainedModel, size: SizeReport | None) -> list[str]:
