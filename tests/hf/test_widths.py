@@ -339,7 +339,7 @@ def other(kind: str) -> nn.Module:
     "kind, message",
     {
         "no model": "must be a decoder of transformers, such as Llama.*but is a Linear",
-        "packed": "Every layer must have one block of gate_proj, up_proj, down_proj.*Phi3ForCausalLM has 0 for 2 layers",
+        "packed": "one block of gate_proj, up_proj, down_proj.*Phi3ForCausalLM has 0 for 2 layers",
         "experts": "MixtralForCausalLM has 0 for 2 layers. Packed projections and experts have no one width",
         "gpt2": "GPT2LMHeadModel has 0 for",
         "norm over heads": r"self_attn.q_norm.weight: must be the same for all heads, of 4 numbers, but has 16",
