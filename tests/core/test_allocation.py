@@ -211,7 +211,7 @@ def test_matrices_of_one_width_keep_the_same_number(
     """Never more than the room, never no component, and no further step of any width fits."""
     curves = []
     for i, (matrices, num, cost, multiple, some) in enumerate(specs):
-        counts = tuple(n for n in (1, 2, 4, 8) if n < num) + (num,) if some else ()
+        counts = (*(n for n in (1, 2, 4, 8) if n < num), num) if some else ()
         curve = CostCurve(num, cost, num * cost, multiple=1 if some else multiple, width=f"width {i}", counts=counts)
         curves += [curve] * matrices
     least = sum(curve(curve.least_count) for curve in curves)

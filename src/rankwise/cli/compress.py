@@ -22,6 +22,8 @@ TITLES = {
     "gradients": "Weighing errors by what they cost the loss",
     "ranks": "Sharing out the ranks",
     "factors": "Compressing layer by layer",
+    "widths": "Valuing neurons and heads",
+    "narrowing": "Narrowing layer by layer",
 }
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
@@ -42,6 +44,13 @@ def add_arguments(parser: Parser) -> None:
     add("--calibration", type=Path, metavar="FILE", help="a text like those the model is for; without it plain SVD")
     add("--windows", type=int, default=64, metavar="N", help="windows of it that are read (default: 64)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (default: 256)")
+    add(
+        "--method",
+        type=one_of("svd", "width"),
+        default="svd",
+        metavar="METHOD",
+        help="svd, low rank; or width: fewer neurons and heads, for any tool that loads the family (default: svd)",
+    )
     add(
         "--layout",
         type=one_of("pair", "pivot"),
@@ -84,7 +93,7 @@ def compress(options: Options) -> None:
     if len(given) != 1:
         said = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = ("layout", "target", "embeddings", "exclude", "overwrite", "device")
+    names = ("method", "layout", "target", "embeddings", "exclude", "overwrite", "device")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.calibration is not None:
@@ -169,6 +178,8 @@ model's outputs lose; with --calibration outputs are measured on that text, of w
 back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
 better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
 `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
+With --method width a decoder such as Llama, Mistral, Qwen or Gemma loses whole neurons and heads, equally many in
+every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed.
 
 example: rankwise compress my-model --removed 0.3 --calibration text.txt --out my-model-small""",
     arguments=add_arguments,

@@ -32,9 +32,9 @@ from rankwise.deploy.save import check_target, save_with
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
-from rankwise.methods.svd import Svd
+from rankwise.narrow import oneshot_method
 from rankwise.oneshot import compress, default_plan
-from rankwise.pruner import size_account
+from rankwise.pruner import plan_for_method, size_account
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
@@ -118,6 +118,7 @@ def compress_folder(
     out: str | Path,
     *,
     calibration: Calibration | None = None,
+    method: Literal["svd", "width"] = "svd",
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
     embeddings: bool = False,
@@ -135,7 +136,7 @@ def compress_folder(
     Args:
         budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
         calibration: text on which outputs are measured; without it the SVD of the weights.
-        layout, target, embeddings: as for `rankwise.compress`.
+        method, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
         overwrite: replace a model that was saved under this name before.
         device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
@@ -152,7 +153,7 @@ def compress_folder(
         return model.to(device=find_device(device, model), dtype=dtype)
 
     model = load()
-    work = _Work(model, budget, prepare and prepare(model), layout, target, embeddings, exclude, listener)
+    work = _Work(model, budget, prepare and prepare(model), method, layout, target, embeddings, exclude, listener)
     first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
     best = first
@@ -180,21 +181,23 @@ class _Work:
         model: nn.Module,
         budget: Budget,
         data: Data | None,
+        method: Literal["svd", "width"],
         layout: Literal["pair", "pivot"] | None,
         target: str | None,
         embeddings: bool,
         exclude: Sequence[str],
         listener: Listener,
     ) -> None:
-        self.data, self.layout, self.listener = data, layout, listener
+        self.data, self.method, self.layout, self.listener = data, method, layout, listener
+        self.target = find_target(target, model)
+        how = oneshot_method(method, budget, layout or self.target.layout, low_rank_only=bool(layout) or embeddings)
         self.plan = default_plan(model, embeddings=embeddings, exclude=exclude)
+        if how.prunes_widths:
+            self.plan = plan_for_method(model, self.plan, how)
         if budget.latency_ms is not None:
             budget, self.plan = size_for(model, budget, self.plan, _text(model, TIMED_TOKENS), None)
         self.budget = budget
-        self.target = find_target(target, model)
-        self.account = size_account(
-            model, self.plan, Svd(layout=layout or self.target.layout), self.target, trained=True
-        )
+        self.account = size_account(model, self.plan, how, self.target, trained=True)
         budget.resolve(self.account)
         for line in (*(data.notes if data else ()), *_left_out(self.plan, self.account, budget)):
             listener.say(line)
@@ -213,6 +216,7 @@ class _Work:
         compress(
             *(model, self.budget),
             plan=self.plan,
+            method=self.method,
             layout=self.layout,
             target=self.target,
             in_place=True,
