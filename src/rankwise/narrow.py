@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,19 @@ from rankwise.methods.width import Width
 from rankwise.modules import linear
 from rankwise.swap import become
 
-Calibrated = Callable[[], Iterable[tuple[Site, Moments | None]]]
-"""Every site once, with its moments in the model as it is by then; None without calibration data."""
+
+class CalibrationData(Protocol):
+    """A model, its plan, and what calibration data say of it."""
+
+    model: nn.Module
+    plan: Plan
+    weights: dict[str, Tensor]
+    """What the loss depends on; empty without a loss."""
+    progress: Callable[[str, int, int], None]
+
+    def moments(self) -> Iterable[tuple[Site, Moments | None]]:
+        """Every site once, with its moments in the model as it is by then; None without calibration data."""
+        ...
 
 
 def oneshot_method(
@@ -39,33 +50,23 @@ def oneshot_method(
     return found
 
 
-def narrow_all(
-    model: nn.Module,
-    plan: Plan,
-    calibrated: Calibrated,
-    account: SizeAccount,
-    limit: int,
-    *,
-    comparable: bool,
-    even: bool,
-    progress: Callable[[str, int, int], None],
-) -> None:
+def narrow_all(data: CalibrationData, account: SizeAccount, limit: int, *, even: bool) -> None:
     """Choose one number of neurons and one of heads for all layers, and leave out the others, in place.
 
     Args:
-        comparable: the moments weigh the errors of all sites by the same loss.
         even: neurons and heads lose the same share, instead of what costs least.
     """
+    model, progress = data.model, data.progress
     method = Width()
-    sites, num = plan.sites, len(plan.sites)
+    sites, num = data.plan.sites, len(data.plan.sites)
     curves = {site.name: curve for site, curve in zip(sites, account.curves, strict=True)}
     order: dict[str, Tensor] = {}
     scores: dict[str, Tensor] = {}
-    for done, (site, moments) in enumerate(calibrated(), 1):
+    for done, (site, moments) in enumerate(data.moments(), 1):
         weight_OI = source(model, site).weight_OI
         assert weight_OI is not None
         order[site.name], scores[site.name] = method.ranking(
-            weight_OI, moments, curves[site.name], comparable=comparable
+            weight_OI, moments, curves[site.name], comparable=bool(data.weights)
         )
         release_freed_memory()
         progress("widths", done, num)
@@ -73,7 +74,7 @@ def narrow_all(
     in_order = [scores[site.name] for site in sites]
     counts = uniform_allocation(account.curves, room) if even else global_allocation(in_order, account.curves, room)
     kept = {site.name: order[site.name][:k].sort().values for site, k in zip(sites, counts, strict=True)}
-    for done, (site, moments) in enumerate(calibrated(), 1):
+    for done, (site, moments) in enumerate(data.moments(), 1):
         assert isinstance(site, WidthSite)
         if len(kept[site.name]) < site.num_components:
             _narrow(model, site, kept[site.name], moments)

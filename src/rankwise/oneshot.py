@@ -109,12 +109,7 @@ def compress(
     if isinstance(how, Svd):
         _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
     else:
-        narrow_all(
-            *(model, plan, data.moments, account, limit),
-            comparable=bool(data.weights),
-            even=ranks == "even",
-            progress=data.progress,
-        )
+        narrow_all(data, account, limit, even=ranks == "even")
     families.changed(model)
     verify_layers(model, Batch(example if example is not None else next(iter(batches or ()), None)))
     return model if budget.dtype is None else model.to(budget.dtype)

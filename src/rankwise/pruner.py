@@ -28,9 +28,8 @@ from rankwise.core.surgery import GatedStructure, compact, install
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
-from rankwise.methods import make_method
+from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
-from rankwise.methods.representations import Factorized
 from rankwise.split import all_split, splitting
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Pruner:
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed)
         self.target = find_target(target, model)
-        self.method = _resolve_method(method, self.target, settings)
+        self.method = resolve_method(method, self.target, settings)
         self.method.check_budget(budget)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
@@ -363,18 +362,6 @@ def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan
     if method.prunes:
         check_not_empty(plan)
     return plan
-
-
-def _resolve_method(method: str | Method, target: Target, settings: dict[str, Any]) -> Method:
-    """The method with its settings; a method given by name has the target's layout unless `layout` is set."""
-    if isinstance(method, Method):
-        if settings:
-            raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
-        return method
-    made = make_method(method, **settings)
-    if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
-        made = make_method(method, **settings, layout=target.layout)
-    return made
 
 
 def check_arguments(

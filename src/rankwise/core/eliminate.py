@@ -71,9 +71,11 @@ def _values(w: Tensor, h: Tensor, size: int) -> Tensor:
     """The trace of W_S (H_SS)^-1 W_S^T of each component."""
     if size == 1:
         return w.square().sum(0) / h.diagonal()
-    blocks = h.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    columns = w.unflatten(1, (-1, size)).permute(1, 2, 0)
-    return (torch.linalg.solve(blocks, columns) * columns).sum((1, 2))
+    num = len(h) // size
+    blocks = h.view(num, size, num, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    columns = w.view(len(w), num, size).permute(1, 2, 0)
+    solved: Tensor = torch.linalg.solve(blocks, columns)
+    return (solved * columns).sum((1, 2))
 
 
 def replaced(weight_OI: Tensor, inputs_II: Tensor, kept: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def replaced(weight_OI: Tensor, inputs_II: Tensor, kept: Tensor) -> Tensor:
     c = damped(inputs_II)
     c_rows = c.index_select(0, kept)
     # symmetric, so that W C[:, kept] (C[kept, kept])^-1 is the transpose of a solution
-    solved = torch.linalg.solve(c_rows.index_select(1, kept), c_rows @ weight_OI.detach().double().t())
+    solved: Tensor = torch.linalg.solve(c_rows.index_select(1, kept), c_rows @ weight_OI.detach().double().t())
     return solved.t().to(weight_OI.dtype, memory_format=torch.contiguous_format)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import CostCurve
 from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
-from rankwise.core.gates import Gate
+from rankwise.core.gates import Gate, Mask
 from rankwise.core.pivot import ROUNDING, rounding_error
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
@@ -144,7 +144,8 @@ class InputGatedMatrix(GatedMatrix):
 
     def columns_mask(self) -> tuple[Tensor | None, Tensor | None]:
         """z of each column, and the indices of the columns to multiply; None as in `Mask`."""
-        return self.gate()
+        mask: Mask = self.gate()
+        return mask
 
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
         z_I, active = self.columns_mask()

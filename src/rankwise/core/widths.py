@@ -84,11 +84,11 @@ def narrowed(layer: FeedingLayer, components: Tensor) -> nn.Module:
     """A linear layer with the outputs of `components` alone."""
     module, rows = layer.module, features(components, layer.outputs)
 
-    def kept(parameter: nn.Parameter) -> nn.Parameter:
+    def kept(parameter: Tensor) -> nn.Parameter:
         return nn.Parameter(parameter.detach().index_select(0, rows), parameter.requires_grad)
 
     # the stub forgets that bias may be None
-    bias: nn.Parameter | None = module.bias
+    bias: Tensor | None = module.bias
     return linear(kept(module.weight), None if bias is None else kept(bias)).train(module.training)
 
 
@@ -109,11 +109,11 @@ class WidthMatrix(InputGatedMatrix):
 
     def magnitudes(self) -> Tensor:
         """The norm of each component's columns, times those of the rows that feed it."""
-        columns = self.w.detach().float().unflatten(1, (-1, self.size))
+        columns = self.w.detach().float().view(len(self.w), -1, self.size)
         norms: Tensor = torch.linalg.vector_norm(columns, dim=(0, 2))
         for module, outputs in self.feeders:
-            rows = module.weight.detach().float().unflatten(0, (-1, outputs))
-            norms = norms * torch.linalg.vector_norm(rows, dim=(1, 2))
+            rows = module.weight.detach().float().view(-1, outputs * module.in_features)
+            norms = norms * torch.linalg.vector_norm(rows, dim=1)
         return norms
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from rankwise.core.targets import Target
 from rankwise.errors import InvalidTypeError, RankwiseError, nearest
 from rankwise.methods.base import Method
 from rankwise.methods.paper import Agp, Dense, Fac, FlopAgp, FlopL0, NpL0
+from rankwise.methods.representations import Factorized
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width, WidthL0
 
@@ -30,3 +33,15 @@ def make_method(name: str, **settings: object) -> Method:
                 f"{name} needs `{field.name}`. Example: Pruner(model, budget, {name!r}, {field.name}=1000)."
             )
     return METHODS[name](**settings)
+
+
+def resolve_method(method: str | Method, target: Target, settings: dict[str, Any]) -> Method:
+    """The method with its settings; a method given by name has the target's layout unless `layout` is set."""
+    if isinstance(method, Method):
+        if settings:
+            raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
+        return method
+    made = make_method(method, **settings)
+    if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
+        made = make_method(method, **settings, layout=target.layout)
+    return made
