@@ -1,11 +1,12 @@
-"""A decoder compressed without training on a GPU: `python benchmarks/gpu_decoder.py [--layers 2] [--record FILE]`.
+"""A decoder compressed without training on a GPU: `python benchmarks/gpu_decoder.py [--layers 4] [--record FILE]`.
 
 A decoder of Llama's shape in bfloat16 (width 4096, inner 11008, 32 heads, 32,000 words) with random weights whose
 singular values fall as those of trained ones do: of weights without structure, some matrices would be kept whole and
-the rest dropped. 30% of it is removed by `rankwise.compress`: as it does by default, with odd ranks, in multiples of
-16, and in the pivot layout. Decoding (one token, batch 1 and 32) and prefill (2048 tokens) are replayed as CUDA graphs,
-all models of a case in turns. `--tiny` is a dry run of everything on any machine, without graphs: its times mean
-nothing.
+the rest dropped. It is compressed by `rankwise.compress` with its defaults for a GPU, and in other ways. All models,
+the dense one too, have the layers that read the same input fused (`rankwise.deploy.fuse_layers`), unless their name
+says otherwise, are compiled by `torch.compile`, and are replayed as CUDA graphs in turns: decoding (one token, batch 1
+and 32) and prefill (2048 tokens). `--tiny` is a dry run of everything on any machine, without compiler and graphs: its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,28 @@ from harness import commit, hardware, interleaved
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.core.targets import TARGETS
+from rankwise.deploy import fuse_layers
 from rankwise.deploy.bench import engine
 from rankwise.oneshot import default_plan
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32_000}
 TINY = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 500}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "odd ranks": {"rank_multiple": 1},
-    "multiples of 16": {"rank_multiple": 16},
-    "pivot": {"layout": "pivot"},
+LOW = replace(TARGETS["cuda"], faster_below=1.0)
+"""A GPU for which no matrix stays dense because low rank would be slower."""
+VARIANTS: dict[str, tuple[float, dict[str, Any], bool]] = {
+    "30% removed": (0.3, {}, True),
+    "50% removed": (0.5, {}, True),
+    "30% removed, not fused": (0.3, {}, False),
+    "50% removed, not fused": (0.5, {}, False),
+    "30% removed, all matrices of low rank": (0.3, {"ranks": "even", "target": LOW}, True),
+    "50% removed, all matrices of low rank": (0.5, {"ranks": "even", "target": LOW}, True),
+    "30% removed, pivot": (0.3, {"layout": "pivot"}, True),
+    "50% removed, pivot": (0.5, {"layout": "pivot"}, True),
+    "30% removed, odd ranks": (0.3, {"rank_multiple": 1}, True),
+    "30% removed, multiples of 16": (0.3, {"rank_multiple": 16}, True),
 }
+"""The share removed, settings of `rankwise.compress`, and whether layers are fused."""
 CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 2048 tokens": (1, 2048)}
 TINY_CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 64 tokens": (1, 64)}
 DECAY = 0.6
@@ -92,9 +105,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--removed", type=float, default=0.3)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=";".join(list(VARIANTS)[:8]), help="separated by semicolons")
     parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
     options = parser.parse_args()
@@ -107,11 +119,12 @@ def main() -> None:
     names = [site.name for site in plan.sites]
     models = {"dense": dense}
     rows: dict[str, dict[str, Any]] = {"dense": {"parameters": rw.count(dense)}}
-    for name in options.variants.split(","):
+    for name in options.variants.split(";"):
         start = time.perf_counter()
-        budget = rw.Budget(removed=options.removed)
+        removed, settings, is_fused = VARIANTS[name]
         # a dry run shows what a GPU gets
-        models[name] = rw.compress(dense, budget, plan=plan, **{"target": "cuda", **VARIANTS[name]}).eval()
+        small = rw.compress(dense, rw.Budget(removed=removed), plan=plan, **{"target": "cuda", **settings}).eval()
+        models[name] = small
         rows[name] = {
             "parameters": rw.count(models[name]),
             "seconds": round(time.perf_counter() - start, 1),
@@ -119,6 +132,9 @@ def main() -> None:
         }
         most = Counter(map(str, rows[name]["ranks"].values())).most_common(6)
         print(f"{name}: {rows[name]['parameters']:,} parameters in {rows[name]['seconds']} s, {most}", flush=True)
+        if is_fused:
+            fuse_layers(small)
+    fuse_layers(dense)
 
     cases = TINY_CASES if options.tiny else CASES
     for case, (batch, length) in cases.items():
@@ -130,6 +146,7 @@ def main() -> None:
                 # above 1: faster than dense
                 "speed": spread([a / b for a, b in zip(times["dense"], taken, strict=True)]),
             }
+        print(f"\n{table(rows, [case])}", flush=True)
     print(f"\n{table(rows, list(cases))}")
     if options.record is not None:
         record = {
@@ -148,7 +165,16 @@ def main() -> None:
 
 
 def prepare(models: dict[str, nn.Module], tokens: Tensor, how: str, device: str) -> dict[str, Callable[[], object]]:
-    return {name: engine(how, device).prepare(Last(model), (tokens,)) for name, model in models.items()}
+    def compiled(model: nn.Module) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(model, dynamic=False) if how == "graph" else model
+
+    calls: dict[str, Callable[[], object]] = {}
+    for name, model in models.items():
+        start = time.perf_counter()
+        calls[name] = engine(how, device).prepare(compiled(Last(model)), (tokens,))
+        print(f"{name}, {tuple(tokens.shape)}: ready in {time.perf_counter() - start:.0f} s", flush=True)
+    return calls
 
 
 def table(rows: dict[str, dict[str, Any]], cases: list[str]) -> str:

@@ -42,7 +42,7 @@ from rankwise.deploy.architectures import build
 from rankwise.lab.data import Corpus, load_corpus
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.models.transformer_xl import TransformerXLConfig
-from rankwise.lab.tasks.stream_loss import Streams
+from rankwise.lab.tasks.language import Streams
 from rankwise.lab.training import TrainingConfig, fit
 from rankwise.lab.training.run import Run
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import svd
-from rankwise.deploy.calibration import Calibration, encoder, text_windows
+from rankwise.deploy.inputs import Calibration, encoder, text_windows
 from rankwise.errors import RankwiseError
 from rankwise.modules import linear
 from rankwise.oneshot import default_plan

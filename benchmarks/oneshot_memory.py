@@ -16,7 +16,7 @@ import harness
 from safetensors import safe_open
 
 IMPORTS = (
-    "import torch, transformers, rankwise.hf.compress; transformers.AutoModelForCausalLM; torch.eye(99) @ torch.eye(99)"
+    "import torch, transformers, rankwise.hf.loading; transformers.AutoModelForCausalLM; torch.eye(99) @ torch.eye(99)"
 )
 
 

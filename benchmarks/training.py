@@ -20,7 +20,7 @@ import rankwise as rw
 from rankwise.lab.data.corpus import Corpus
 from rankwise.lab.data.sources import load_corpus
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
-from rankwise.lab.tasks.stream_loss import Streams
+from rankwise.lab.tasks.language import Streams
 from rankwise.lab.training import Progress, TrainingConfig, fit
 from rankwise.lab.training.run import Run
 

@@ -191,7 +191,8 @@ COMMANDS = [
 def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: Path) -> None:
     """Each is parsed to its last setting; what the commands do is tested with the command line."""
     from rankwise.cli import app
-    from rankwise.cli.command import configured, parse
+    from rankwise.cli.command import parse
+    from rankwise.cli.settings import configured
     from rankwise.lab.experiments.presets import preset
 
     _, name, *words = shlex.split(command)
@@ -206,8 +207,9 @@ def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: 
 def test_the_commands_of_a_page_can_be_run_one_after_another(page: str) -> None:
     """Another run in the same folder would be refused."""
     from rankwise.cli import app
-    from rankwise.cli.command import configured, parse
+    from rankwise.cli.command import parse
     from rankwise.cli.runs import folder_of
+    from rankwise.cli.settings import configured
 
     folders: dict[Path, str] = {}
     for _, command in (pair for pair in COMMANDS if pair[0] == page):

@@ -14,7 +14,7 @@ from rankwise.cli.app import run
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.hf.loading import load_model
 from rankwise.hub import check_name, source_of
-from rankwise.lab.data.glue.tasks import task_named
+from rankwise.lab.data.glue import task_named
 from rankwise.lab.tasks.pretrained import load_tokenizer
 from rankwise.lab.tasks.sentences import check_encoder
 

@@ -374,7 +374,7 @@ def test_every_matrix_is_measured_on_every_batch_that_reaches_it(
     monkeypatch.setattr(oneshot, "SHARE", 0.0)
     monkeypatch.setattr(oneshot, "LEAST_BYTES", least_bytes)
     model, batches = make(), [chosen(expert, seed) for seed, expert in enumerate(order)]
-    data = oneshot._Data(model, find_plan(model), batches)
+    data = oneshot._Data(model, find_plan(model), batches, None)
     found = {site.name: moments.inputs_II for site, moments in data.moments() if moments is not None}
     want = second_moments(model, find_plan(model), batches, dtype=torch.float32)
     assert found.keys() == want.keys()

@@ -7,7 +7,9 @@ for uniform ranks; a model with the same parameters and other ranks comes close.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +17,13 @@ from torch import Tensor, nn
 
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
-from rankwise.core.copies import copied
 from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.errors import BudgetError
 from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
 from rankwise.pruner import Pruner, size_account
 from rankwise.split import all_split
+from rankwise.swap import copied
 
 P = TypeVar("P", Plan, Plan | None)
 ROUNDS = 7
@@ -76,7 +78,7 @@ def meet_latency(
     plan = plan or find_plan(model)
     check_not_empty(plan)
     search = _Search(model, plan, example_inputs, rank_multiple, repeats)
-    goal, dense = budget.latency_ms, search.time(model)
+    goal, dense = budget.latency_ms, search.dense
     if goal >= dense:
         raise BudgetError(
             f"`latency_ms` must be below what the dense model takes, {dense:.3g} ms here, but is {goal:g} instead. "
@@ -96,14 +98,7 @@ def meet_latency(
             low, best = middle, tried
         else:
             high = middle
-    return LatencyResult(best.budget, best.plan, best.milliseconds, dense)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    budget: Budget
-    plan: Plan
-    milliseconds: float
+    return best
 
 
 class _Search:
@@ -115,6 +110,7 @@ class _Search:
         with all_split(model):
             self.rows = _rows(model, plan, inputs)
         self.known: dict[tuple[int, int, int, int], bool] = {}
+        self.dense = self.time(model)
 
     def smallest(self) -> int:
         """Parameters with one step of rank in every matrix."""
@@ -122,21 +118,22 @@ class _Search:
         account = size_account(self.model, self.plan, method, rank_multiple=self.rank_multiple, trained=False)
         return account.size([min(self.rank_multiple, curve.num_components) for curve in account.curves])
 
-    def trial(self, limit: int) -> _Trial:
+    def trial(self, limit: int) -> LatencyResult:
         """Build and time a model of `limit` parameters; layers that are faster dense stay dense."""
         pruner = self._pruner(limit, self.plan)
-        slow = {name for name, rank in pruner.ranks().items() if self._is_slower(self._site(name), rank)}
-        kept = [site for site in self.plan.sites if site.name not in slow]
+        ranks = pruner.ranks()
+        slow = {site for site in pruner.plan.sites if self._is_slower(site, ranks[site.name])}
+        kept = [site for site in self.plan.sites if site not in slow]
         plan = self.plan
         if slow and kept:
-            left = [LeftOut(site.name, site.params, SLOWER) for site in self.plan.sites if site.name in slow]
+            left = [LeftOut(site.name, site.params, SLOWER) for site in self.plan.sites if site in slow]
             narrowed = self.plan.only(kept, left)
             # where the others cannot make up for what stays dense, all are pruned
             if limit > count(self.model) - narrowed.params:
                 plan, pruner = narrowed, self._pruner(limit, narrowed)
         small = pruner.compact()
         # ranks are multiples, so it may be smaller than it might: what was timed is what counts
-        return _Trial(Budget(params=count(small)), plan, self.time(small))
+        return LatencyResult(Budget(params=count(small)), plan, self.time(small), self.dense)
 
     def time(self, model: nn.Module) -> float:
         """Milliseconds of one call."""
@@ -147,17 +144,8 @@ class _Search:
 
     def _pruner(self, limit: int, plan: Plan) -> Pruner:
         # random factors: the time of a model does not depend on its weights
-        return Pruner(
-            copied(self.model),
-            Budget(params=limit),
-            "fac",
-            plan,
-            init="random",
-            rank_multiple=self.rank_multiple,
-        )
-
-    def _site(self, name: str) -> Site:
-        return next(site for site in self.plan.sites if site.name == name)
+        budget, multiple = Budget(params=limit), self.rank_multiple
+        return Pruner(copied(self.model), budget, "fac", plan, init="random", rank_multiple=multiple)
 
     def _is_slower(self, site: Site, rank: int) -> bool:
         """Whether the layer is slower as a pair of this rank than as one matrix."""
@@ -178,20 +166,14 @@ class _Search:
 def _rows(model: nn.Module, plan: Plan, inputs: Any) -> dict[str, int]:
     """How many vectors each linear layer gets; embeddings, which only look up, get none."""
     rows: dict[str, int] = {}
-    handles = []
-    for site in plan.sites:
-        if site.has_embedding:
-            continue
 
-        def note(module: nn.Module, given: tuple[Any, ...], name: str = site.name, width: int = site.shape[1]) -> None:
-            if given and isinstance(given[0], Tensor):
-                rows[name] = given[0].numel() // width
+    def note(site: Site, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor):
+            rows[site.name] = given[0].numel() // site.shape[1]
 
-        handles.append(model.get_submodule(site.name).register_forward_pre_hook(note))
-    try:
-        with torch.inference_mode(), evaluating(model):
-            call_model(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.inference_mode(), evaluating(model):
+        for site in plan.sites:
+            if not site.has_embedding:
+                stack.enter_context(model.get_submodule(site.name).register_forward_pre_hook(partial(note, site)))
+        call_model(model, inputs)
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from rankwise.errors import InvalidValueError
 from rankwise.lazy import lazy_weight
+
+Layer = TypeVar("Layer", nn.Embedding, "nn.Linear | PivotLinear")
 
 
 def select(x_BI: Tensor, index_K: Tensor) -> Tensor:
@@ -238,21 +240,17 @@ def scaling_of(table: nn.Embedding) -> nn.Embedding | None:
     return made
 
 
-@overload
-def around(layer: nn.Embedding) -> nn.Embedding: ...
-
-
-@overload
-def around(layer: nn.Linear | PivotLinear) -> nn.Linear | PivotLinear: ...
-
-
-def around(layer: nn.Embedding | nn.Linear | PivotLinear) -> nn.Module:
+def around(layer: Layer) -> Layer:
     """A layer of its own around the parameters of another."""
-    if isinstance(layer, PivotLinear):
-        return PivotLinear(layer.coefficients, layer.places.clone(), layer.bias)
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    return embedding(weight, layer.padding_idx) if isinstance(layer, nn.Embedding) else linear(weight, layer.bias)
+    made: nn.Module
+    match layer:
+        case PivotLinear():
+            made = PivotLinear(layer.coefficients, layer.places.clone(), layer.bias)
+        case nn.Embedding():
+            made = embedding(layer.weight, layer.padding_idx)  # type: ignore[arg-type]
+        case _:
+            made = linear(layer.weight, layer.bias)  # type: ignore[arg-type]
+    return made  # type: ignore[return-value]
 
 
 class LowRankLinear(nn.Sequential):
@@ -354,11 +352,9 @@ def pair_of(module: nn.Module) -> Pair | None:
 
     Any module may offer one with a method `pair`, and either half of a sequence its own matrix with a method `whole`.
     """
-    if is_observed(module):
+    if is_observed(module) or (isinstance(module, nn.Sequential) and len(module) != 2):
         return None
     if isinstance(module, nn.Sequential):
-        if len(module) != 2:
-            return None
         q_RI, p_OR = map(_whole, module)
         return None if q_RI is None or p_OR is None else Pair(q_RI, p_OR)
     offered: Pair | None = getattr(module, "pair", lambda: None)()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,22 +20,32 @@ from rankwise.adapters.plans import find_plan
 from rankwise.core.allocation import global_allocation, uniform_allocation
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, count
 from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
-from rankwise.core.copies import copied
 from rankwise.core.factorize import Moments
 from rankwise.core.gates import Gate
 from rankwise.core.host_memory import release_freed_memory, release_mapped_pages
 from rankwise.core.matrices import FactorizedMatrix
-from rankwise.core.plan import LeftOut, Plan, Site, bias_of, check_not_empty, check_weights, get_module, pair, source
+from rankwise.core.plan import (
+    LeftOut,
+    Plan,
+    Site,
+    bias_of,
+    check_not_empty,
+    check_weights,
+    get_module,
+    listed,
+    source,
+    words_of,
+)
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
-from rankwise.methods.base import svd_of_source
+from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.narrow import narrow_all, oneshot_method
 from rankwise.pruner import check_arguments, plan_for_method, size_account
 from rankwise.split import split
-from rankwise.swap import become
+from rankwise.swap import become, copied
 
 Progress = Callable[[str, int, int], None]
 SHARE = 0.08
@@ -45,6 +54,14 @@ LEAST_BYTES = 2**24
 """Moments may always take this much memory."""
 EMBEDDING = "an embedding, which embeddings=True (--embeddings) compresses"
 """Why `default_plan` leaves out a site."""
+UNREACHED = (
+    "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, but these "
+    "are not: {}. Nothing says what they are worth: add batches that reach them, or exclude them from the plan."
+)
+ALONE = (
+    "These layers are left as they are, and others lose more, because the loss hardly depends on them and they would "
+    "have lost everything: {}. Exclude them from the plan if that is right."
+)
 
 
 def compress(
@@ -89,7 +106,8 @@ def compress(
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     batches = None if calibration is None else list(calibration)
-    _check(model, budget, batches, loss, ranks, rank_multiple)
+    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
+    _check(batches, loss, ranks)
     example = batches[0] if example is None and batches else example
     where = find_target(target, model)
     how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
@@ -104,25 +122,24 @@ def compress(
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
+    if loss == "sampled":
+        loss = sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
     if loss is not None and batches:
-        data.weigh(_sampled_loss_of(model) if loss == "sampled" else loss, loss_batches)
+        data.weigh(loss, list(loss_batches or batches))
     if isinstance(how, Svd):
         _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
     else:
         narrow_all(data, account, limit, even=ranks == "even")
     families.changed(model)
-    verify_layers(model, Batch(example if example is not None else next(iter(batches or ()), None)))
+    verify_layers(model, Batch(example))
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
-def _check(
-    model: nn.Module, budget: Budget, batches: Sequence[Any] | None, loss: object, ranks: str, rank_multiple: int | None
-) -> None:
+def _check(batches: Sequence[Any] | None, loss: object, ranks: str) -> None:
     if ranks not in ("global", "even"):
         raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
     if not callable(loss) and loss not in ("sampled", None):
         raise InvalidValueError(f'`loss` must be a function, "sampled" or None, but is {loss!r} instead.')
-    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
     if callable(loss) and batches is None:
         raise RankwiseError(
             "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
@@ -171,10 +188,6 @@ def _first_tensor(output: Any) -> Tensor:
     return output
 
 
-def _sampled_loss_of(model: nn.Module) -> Callable[[Any], Tensor]:
-    return sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
-
-
 def loss_of_choices(logits: Tensor, generator: torch.Generator) -> Tensor:
     """The loss of choices that are drawn from the logits, over their last dimension.
 
@@ -194,23 +207,22 @@ def _shrink_all(data: _Data, account: SizeAccount, limit: int, method: Svd | Non
     model, sites = data.model, data.plan.sites
     curves = dict(zip((site.name for site in sites), account.curves, strict=True))
     scores = None if method is None else _scores(data, method, curves)
-    chosen = _choose(curves, scores, limit - account.fixed, _unseen(data))
-    _warn_of_unreached([site for site in sites if site.name in data.unreached])
-    _warn_of_alone([site for site in sites if site.name in chosen.alone - data.unreached])
+    unseen = curves.keys() - data.weights.keys() if data.weights else set()
+    counts, alone = _choose(curves, scores, limit - account.fixed, unseen)
+    _warn_about([site for site in sites if site.name in data.unreached], UNREACHED)
+    _warn_about([site for site in sites if site.name in alone - data.unreached], ALONE)
     for done, (site, moments) in enumerate(data.moments(), 1):
-        if site.name not in chosen.alone:
-            _shrink(model, site, curves[site.name], chosen.counts[site.name], moments, dtype)
+        if site.name not in alone:
+            _shrink(model, site, curves[site.name], counts[site.name], moments, dtype)
         data.progress("factors", done, len(sites))
     # less where pivots would have suffered in half precision
-    assert count(model) <= account.size([chosen.counts[site.name] for site in sites]) <= limit
+    assert count(model) <= account.size([counts[site.name] for site in sites]) <= limit
 
 
 class _Data:
     """Calibration data of each site, a few sites at a time and in the order in which a batch reaches them."""
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any] | None, progress: Progress | None) -> None:
         self.model, self.plan, self.batches = model, plan, batches
         self.progress: Progress = progress or (lambda what, done, total: None)
         self.weights: dict[str, Tensor] = {}
@@ -221,11 +233,16 @@ class _Data:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
-    def weigh(self, loss: Callable[[Any], Tensor], batches: Iterable[Any] | None) -> None:
+    def weigh(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
         """Weigh the outputs of every site by how much `loss` depends on them."""
-        shown = list(batches or self.batches or [])
-        counted = _counted(shown, partial(self.progress, "gradients"))
-        weights = output_fisher(self.model, self.plan, counted, loss)
+
+        def counted() -> Iterator[Any]:
+            for done, batch in enumerate(batches):
+                self.progress("gradients", done, len(batches))
+                yield batch
+            self.progress("gradients", len(batches), len(batches))
+
+        weights = output_fisher(self.model, self.plan, counted(), loss)
         self.weights = {name: rows_O for name, rows_O in weights.items() if rows_O.any()}
         self.unreached = {site.name for site in self.plan.sites if site.name not in weights}
         release_freed_memory()
@@ -275,13 +292,6 @@ class _Data:
             yield group
 
 
-def _counted(batches: Sequence[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
-    for done, batch in enumerate(batches):
-        progress(done, len(batches))
-        yield batch
-    progress(len(batches), len(batches))
-
-
 def _scores(data: _Data, method: Svd, curves: Mapping[str, CostCurve]) -> dict[str, Tensor]:
     """What each component of each site is worth."""
     scores: dict[str, Tensor] = {}
@@ -290,32 +300,21 @@ def _scores(data: _Data, method: Svd, curves: Mapping[str, CostCurve]) -> dict[s
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
-            energy = svd_of_source(source(data.model, site), curve.num_components, moments).energy_R
+            energy = energy_of_source(source(data.model, site), curve.num_components, moments)
         scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
         release_freed_memory()
         data.progress("ranks", done, len(curves))
     return scores
 
 
-def _unseen(data: _Data) -> set[str]:
-    """Sites on which the loss does not depend."""
-    return {site.name for site in data.plan.sites if site.name not in data.weights} if data.weights else set()
-
-
-class _Chosen(NamedTuple):
-    counts: dict[str, int]
-    """Components that are kept, by site."""
-    alone: set[str]
-    """Sites that stay as they are, because nothing says what they are worth, or they would lose everything."""
-
-
 def _choose(
     curves: Mapping[str, CostCurve], scores: Mapping[str, Tensor] | None, room: int, unseen: set[str]
-) -> _Chosen:
+) -> tuple[dict[str, int], set[str]]:
     """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
 
     A layer of rank 0 has the same output for every input, which no error of second order foresees. So such a layer is
-    left as it is, as long as no other one gets rank 0 instead; `unseen` ones, as long as others have any rank left.
+    left as it is, as long as no other one gets rank 0 instead; `unseen` ones, on which the loss does not depend, as
+    long as others have any rank left. The second result are the sites that are left as they are.
     """
 
     def choose(alone: set[str]) -> dict[str, int] | None:
@@ -324,11 +323,10 @@ def _choose(
         if left < 0:
             return None
         few = [curves[name] for name in rest]
-        found = (
-            uniform_allocation(few, left)
-            if scores is None
-            else global_allocation([scores[name] for name in rest], few, left)
-        )
+        if scores is None:
+            found = uniform_allocation(few, left)
+        else:
+            found = global_allocation([scores[name] for name in rest], few, left)
         return {**{name: curves[name].num_components for name in alone}, **dict(zip(rest, found, strict=True))}
 
     def empty(counts: Mapping[str, int]) -> set[str]:
@@ -339,32 +337,13 @@ def _choose(
     for alone, most in ((unseen | empty(plain), 0), (unseen, len(curves) - len(unseen) - 1)):
         counts = choose(alone)
         if counts is not None and len(empty(counts)) <= most:
-            return _Chosen(counts, alone)
-    return _Chosen(plain, set())
+            return counts, alone
+    return plain, set()
 
 
-def _named(sites: Sequence[Site]) -> str:
-    more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
-    return ", ".join(str(site) for site in sites[:8]) + more
-
-
-def _warn_of_unreached(sites: Sequence[Site]) -> None:
+def _warn_about(sites: Sequence[Site], text: str) -> None:
     if sites:
-        warnings.warn(
-            "Every matrix of the plan should be reached by a batch of `calibration`, and of `loss_batches` if given, "
-            f"but these are not: {_named(sites)}. Nothing says what they are worth: add batches that reach them, or "
-            "exclude them from the plan.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_alone(sites: Sequence[Site]) -> None:
-    if sites:
-        warnings.warn(
-            "These layers are left as they are, and others lose more, because the loss hardly depends on them and they "
-            f"would have lost everything: {_named(sites)}. Exclude them from the plan if that is right.",
-            stacklevel=3,
-        )
+        warnings.warn(text.format(listed([str(site) for site in sites], most=8)), stacklevel=4)
 
 
 def _shrink(
@@ -390,8 +369,7 @@ def _shrink(
     for use in sorted(site.uses, key=lambda use: not use.is_embedding):
         module = get_module(model, use)
         if use.is_embedding:
-            words = module if use.kind == "embedding" else pair(module)[0]
-            assert isinstance(words, nn.Embedding)
+            words = words_of(module)
             become(module, export.as_embedding(words.padding_idx, words))
         else:
             become(module, export.as_linear(bias_of(module, use)))

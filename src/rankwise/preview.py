@@ -17,7 +17,7 @@ from rankwise.core.budget import Budget
 from rankwise.core.plan import Plan
 from rankwise.errors import OutOfReachError
 from rankwise.methods.base import Method
-from rankwise.methods.gatings import MagnitudeGates, UniformRanks
+from rankwise.methods.paper import MagnitudeGates, UniformRanks
 from rankwise.methods.representations import InputFeatures, SingleWeights
 from rankwise.methods.width import Widths
 from rankwise.pruner import plan_for_method, size_account

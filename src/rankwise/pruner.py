@@ -21,10 +21,10 @@ from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Sto
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
 from rankwise.core.host_memory import release_freed_memory
-from rankwise.core.loop_checks import StaleOptimizerCheck
+from rankwise.core.layers import compact, install
+from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, left_out, refusal, source
-from rankwise.core.surgery import GatedStructure, compact, install
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError

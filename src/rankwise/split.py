@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -349,16 +349,11 @@ def split(model: nn.Module, names: Collection[str], *, share: bool = False) -> C
         vars(made).update(vars(parameter))
         return made
 
-    steps: list[Callable[[], None]] = []
+    undo = ExitStack()
     for name, module in splittable(model).items():
         if any(each.startswith(f"{name}." if name else "") for each in names):
-            steps.append(become(module, SPLIT[type(module)](module, part)))
-
-    def undo() -> None:
-        for step in steps:
-            step()
-
-    return undo
+            undo.callback(become(module, SPLIT[type(module)](module, part)))
+    return undo.close
 
 
 @contextmanager

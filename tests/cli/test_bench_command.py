@@ -88,7 +88,7 @@ def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.Captur
         (["--engines", "tensorflow"], "An engine must be one of torch, compile"),
         (["--engines", "graph"], "An engine for 'cpu' must be one of torch, compile"),
         (["--threads", "0"], "`threads` must be at least 1, but is 0 instead."),
-        (["--threads", "few"], "`--threads` must be whole numbers or \"all\", but has 'few' instead."),
+        (["--threads", "few"], "`--threads` must be a whole number or \"all\", but is 'few' instead."),
         (["--batch", "0"], "`batch` must be at least 1, but is 0 instead."),
         (["--length", "0"], "`length` must be at least 1, but is 0 instead."),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.cli.app import COMMANDS, run
-from rankwise.cli.command import configured, parse
-from rankwise.lab.experiments.fields import as_text, settings
+from rankwise.cli.command import parse
+from rankwise.cli.settings import as_text, configured, settings
 from rankwise.lab.experiments.presets import preset
 from tests.cli.cli_toys import words
 
@@ -30,15 +30,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_settings_are_told_from_options_and_arguments() -> None:
     line = ["demo", "--a.b", "1", "--out", "x", "--c=-2", "--d.e", "-3", "--json", "--f", "--g="]
     options = parse(COMMANDS["run"], line)
-    assert (options.target, options.out, options.json, options.trackers) == ("demo", "x", True, [])
+    assert (options.subject, options.out, options.json, options.trackers) == ("demo", "x", True, ())
     assert options.given == [("a.b", "1"), ("c", "-2"), ("d.e", "-3"), ("f", None), ("g", "")]
     options = parse(COMMANDS["run"], ["--a", "1", "--", "--b"])
-    assert (options.target, options.given) == ("--b", [("a", "1")])
+    assert (options.subject, options.given) == ("--b", [("a", "1")])
 
 
 def test_options_can_be_repeated_and_written_with_an_equals_sign() -> None:
     options = parse(COMMANDS["plan"], ["--exclude", "a", "m", "--exclude=b", "--removed=-1"])
-    assert (options.model, options.exclude, options.removed, options.include) == ("m", ["a", "b"], -1.0, None)
+    assert (options.subject, options.exclude, options.removed, options.include) == ("m", ["a", "b"], -1.0, None)
     assert parse(COMMANDS["plan"], ["m"]).exclude == []
 
 
@@ -161,7 +161,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 def test_the_help_of_a_preset_shows_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--help"]) == 0
     general = capsys.readouterr().out
-    assert "`rankwise run PRESET --help` lists them" in general
+    assert "`rankwise run PRESET --help` lists them" in " ".join(general.split())
     assert run(["run", "demo", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(general)

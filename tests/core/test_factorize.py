@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.core.factorize import Moments, random, same_size_rank, svd, svd_of_pair
+from rankwise.core.factorize import Moments, _square_root, random, same_size_rank, svd, svd_energy, svd_of_pair
 
 SHAPES = [(6, 6), (9, 4), (4, 9), (1, 5), (5, 1)]
 
@@ -142,3 +142,22 @@ def _weighted_error(error_OI: torch.Tensor, moments: Moments, damping: float = 1
     if moments.rows_O is not None:
         error_OI = error_OI * (moments.rows_O + damping * moments.rows_O.mean()).sqrt()[:, None]
     return error_OI.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("degenerate", [False, True])
+def test_the_energies_alone_are_those_of_the_svd(shape: tuple[int, int], degenerate: bool) -> None:
+    weight, x = torch.randn(shape, dtype=torch.float64), torch.randn(50, shape[1], dtype=torch.float64)
+    inputs = x[:1].t() @ x[:1] if degenerate else x.t() @ x
+    for moments in (None, Moments(inputs, torch.rand(shape[0])), Moments(0 * inputs)):
+        want = svd(weight, moments=moments).energy_R
+        torch.testing.assert_close(svd_energy(weight, min(shape), moments), want, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("smallest", [1e-3, 0.0, -1e-12])
+def test_the_root_of_moments_is_triangular_even_where_rounding_made_them_indefinite(smallest: float) -> None:
+    vectors = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    c_II = vectors @ torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, smallest], dtype=torch.float64)) @ vectors.t()
+    root = _square_root(c_II)
+    torch.testing.assert_close(root, root.tril())
+    torch.testing.assert_close(root @ root.t(), c_II, atol=1e-9, rtol=1e-9)

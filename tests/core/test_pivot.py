@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.core.budget import CostCurve
-from rankwise.core.exports import PivotExport
+from rankwise.core.exports import BOUND, ROUNDING, PivotExport, choose_rows
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import FactorizedMatrix, factorized_curve
-from rankwise.core.pivot import BOUND, ROUNDING, choose_rows
 from rankwise.modules import PivotLinear, select
 
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(0, 10**6))

@@ -81,7 +81,9 @@ def test_the_first_call_of_a_gated_model_is_noted_once_and_without_its_graph() -
     x = torch.randn(4, 8, requires_grad=True) * 2
     model(x)
     model(torch.zeros(1, 8))
-    assert torch.equal(batch.args[0], x) and not batch.args[0].requires_grad
+    assert batch.inputs is not None
+    ((noted,), _) = batch.inputs
+    assert torch.equal(noted, x) and not noted.requires_grad
     batch.stop()
 
 
@@ -91,9 +93,9 @@ def test_a_model_that_waits_for_its_first_call_is_copied_and_pickled() -> None:
     copied = copy.deepcopy(model)
     copied(x)
     pickle.dumps(model)
-    assert not pruner._batch.is_known
+    assert pruner._batch.inputs is None
     model(x)
-    assert pruner._batch.is_known
+    assert pruner._batch.inputs is not None
     small = pruner.compact()
     assert not small._forward_pre_hooks
 

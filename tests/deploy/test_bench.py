@@ -39,11 +39,11 @@ def tokens(batch: int, length: int) -> Tensor:
 def test_every_case_has_a_row_of_every_model() -> None:
     config = BenchConfig(length=3, batches=(1, 2), threads=(1,), repeats=2)
     before, told = torch.get_num_threads(), []
-    rows = bench({"dense": Model(9), "compact": Model(2)}, config, tokens, peers={"other": Model(5)}, tell=told.append)
+    rows = bench({"dense": Model(9), "compact": Model(2)}, config, tokens, tell=told.append)
     assert torch.get_num_threads() == before
     assert told == ["torch, batch 1 x 3, 1 thread", "torch, batch 2 x 3, 1 thread"]
     precisions = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]
-    names = [(name, precision) for precision in precisions for name in ("dense", "compact")] + [("other", "float32")]
+    names = [(name, precision) for precision in precisions for name in ("dense", "compact")]
     assert [(row["model"], row["precision"]) for row in rows] == 2 * names
     assert [row["batch"] for row in rows] == [1] * len(names) + [2] * len(names)
     assert rows[0]["parameters"] == rw.count(Model(9))
@@ -58,7 +58,7 @@ def row(model: str, spent: tuple[float, float, float], **changes: Any) -> dict[s
     p20, median, p80 = spent
     case = {"engine": "torch", "batch": 1, "length": 8, "device": "cpu", "threads": 1, "parameters": 100}
     milliseconds = {"median": median, "p20": p20, "p80": p80, "repeats": 5}
-    return {"model": model, "precision": "float32", **case, "peer": False, "milliseconds": milliseconds, **changes}
+    return {"model": model, "precision": "float32", **case, "milliseconds": milliseconds, **changes}
 
 
 def test_what_is_not_faster_is_said() -> None:
@@ -75,8 +75,6 @@ def test_what_is_not_faster_is_said() -> None:
     (line,) = remarks([row("dense", (0.9, 1, 1.1)), row("compact", (1, 1, 1), parameters=20)])
     assert "is NOT faster than dense in float32" in line
     assert line.endswith("(calls as short as this are mostly overhead).")
-    # others are compared, not judged
-    assert remarks([dense, row("other", slow, peer=True)]) == []
 
 
 def test_int8_must_be_faster_than_the_same_model_in_float32() -> None:
@@ -199,8 +197,6 @@ def test_on_a_gpu_models_are_timed_in_both_precisions_and_left_where_they_are() 
         (engine, *name) for engine in config.engines for name in names
     ]
     assert {parameter.device.type for model in models.values() for parameter in model.parameters()} == {"cpu"}
-    with pytest.raises(rw.RankwiseError, match="Models of others are timed on a CPU"):
-        bench(models, config, tokens, peers={"other": Model(5)})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.deploy.calibration import Calibration, text_windows
+from rankwise.deploy.inputs import Calibration, text_windows
 from rankwise.errors import DataError
 
 

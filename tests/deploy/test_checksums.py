@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import nn
 
 import rankwise as rw
-from rankwise.deploy.save import save_with
 from tests.deploy.saved_toys import mlp
 from tests.flips import flipped, unsealed
 
@@ -42,7 +41,7 @@ def is_loaded(folder: Path, want: nn.Module) -> bool:
 def test_a_flipped_bit_is_refused_or_changes_nothing(name: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     beside = {"experiment.json": {"seed": 1}, "vocabulary.json": {"kind": "character", "tokens": ["a", "b"]}}
-    save_with(model, tmp_path / "model", beside)
+    rw.save(model, tmp_path / "model", beside=beside)
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == NAMES
     path = tmp_path / "model" / name
     num_bits = 8 * path.stat().st_size
@@ -58,7 +57,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_the_file_that_changed_is_named_with_a_remedy(name: str, tmp_path: Path) -> None:
-    save_with(mlp(), tmp_path / "model", {"experiment.json": {"seed": 1}})
+    rw.save(mlp(), tmp_path / "model", beside={"experiment.json": {"seed": 1}})
     path = tmp_path / "model" / name
     # within the last value
     with (
@@ -111,7 +110,7 @@ def test_checksums_that_are_gone_are_missed(entry: str, tmp_path: Path, small: n
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    save_with(mlp(), tmp_path / "model", {"experiment.json": {"seed": 1}})
+    rw.save(mlp(), tmp_path / "model", beside={"experiment.json": {"seed": 1}})
     (tmp_path / "model" / "experiment.json").unlink()
     with pytest.raises(rw.CheckpointError, match=r"experiment.json must be as .*No such file"):
         rw.load(tmp_path / "model", mlp())

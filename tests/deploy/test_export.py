@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.deploy.export import FORMATS
 from rankwise.deploy.export.check import difference, largest_difference
 from rankwise.deploy.export.program import exportable, flatten
 from rankwise.deploy.inputs import example_inputs
@@ -23,14 +23,13 @@ from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding
 from tests.deploy.saved_toys import Asks, compact, tokens
 from tests.models import Spec, batch
 
-FORMATS = ["onnx", "openvino", "pt2"]
 PACKAGES = {"onnx": ["onnx", "onnxscript", "onnxruntime"], "openvino": ["openvino"], "pt2": []}
 
 
 def engine(format: str) -> Any:
     for package in PACKAGES[format]:
         pytest.importorskip(package)
-    return import_module(f"rankwise.deploy.export.{format}")
+    return FORMATS[format]
 
 
 def tied_and_low_rank(layout: Any = "pair") -> nn.Module:
@@ -406,10 +405,9 @@ def test_a_folder_of_something_else_is_not_loaded(format: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("format", ["onnx", "openvino"])
 def test_a_missing_package_is_named(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module(f"rankwise.deploy.export.{format}")
     monkeypatch.setitem(sys.modules, format, None)
     with pytest.raises(rw.CheckpointError, match=rf"needs the package {format}, .* pip install onnx .*\[export\]"):
-        module.export(tied_and_low_rank(), {"tokens": batch(Spec())}, tmp_path / "out")
+        FORMATS[format].export(tied_and_low_rank(), {"tokens": batch(Spec())}, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

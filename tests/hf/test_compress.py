@@ -17,10 +17,9 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.deploy.calibration import Calibration, SpecialTokens, encoder, special_tokens, text_windows
 from rankwise.deploy.compress import Compressed, Listener, compress_folder
-from rankwise.deploy.inputs import positions_of
-from rankwise.hf.compress import PretrainedModel
+from rankwise.deploy.inputs import Calibration, SpecialTokens, encoder, positions_of, special_tokens, text_windows
+from rankwise.hf.loading import PretrainedModel
 from rankwise.modules import PivotLinear
 from rankwise.oneshot import default_plan, sampled_loss
 from tests.hf.hf_families import ENCODER, build, compact

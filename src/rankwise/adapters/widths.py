@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.adapters.layer_kinds import kind_of
-from rankwise.adapters.plans import check_ungated
+from rankwise.adapters.plans import check_ungated, kind_of
 from rankwise.core.plan import LeftOut, Plan, Site, Use
 from rankwise.core.widths import Feeder, WidthSite
 from rankwise.errors import PlanError

@@ -8,22 +8,22 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from rankwise.cli.bench import BENCH
 from rankwise.cli.command import HELP, UsageError, help_text, parse
-from rankwise.cli.compress import COMPRESS
-from rankwise.cli.export import EXPORT
-from rankwise.cli.plan import PLAN
-from rankwise.cli.report import PRESETS, REPORT
-from rankwise.cli.runs import PRUNE, RUN, SWEEP, TRAIN
-from rankwise.cli.saved import EVALUATE, SAMPLE
+from rankwise.cli.compress import compress
+from rankwise.cli.plan import plan
+from rankwise.cli.runs import presets, prune, report, sweep, train
+from rankwise.cli.runs import run as run_preset
+from rankwise.cli.saved import bench, evaluate, export, sample
 from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
 
 COMMANDS = {
     command.name: command
-    for command in (RUN, TRAIN, PRUNE, COMPRESS, EVALUATE, SAMPLE, BENCH, EXPORT, SWEEP, REPORT, PRESETS, PLAN)
-}
+    for command in (
+        run_preset, train, prune, compress, evaluate, sample, bench, export, sweep, report, presets, plan,
+    )
+}  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""
 STOPPED = "Stopped; run the same command again to go on."
@@ -81,16 +81,24 @@ def _dispatch(arguments: list[str]) -> None:
     name, *rest = arguments or HELP
     if name in HELP:
         print(_overview())
-    elif name == "--version":
+        return
+    if name == "--version":
         print(f"rankwise {VERSION}")
-    elif name not in COMMANDS:
+        return
+    if name not in COMMANDS:
         what = "option" if name.startswith("-") else "command"
         hint = nearest(name, [*COMMANDS, *HELP, "--version"])
         raise UsageError(f"There is no {what} `{name}`.{hint} `rankwise --help` lists the commands.")
-    elif any(word in HELP for word in (rest[: rest.index("--")] if "--" in rest else rest)):
-        print(help_text(COMMANDS[name], rest))
-    else:
-        COMMANDS[name].run(parse(COMMANDS[name], rest))
+    command = COMMANDS[name]
+    if any(word in HELP for word in (rest[: rest.index("--")] if "--" in rest else rest)):
+        print(help_text(command, rest))
+        return
+    options = parse(command, rest)
+    if command.experiment is not None:
+        from rankwise.cli.settings import configured
+
+        options.experiment = configured(command.experiment(options), options)
+    command.run(options)
 
 
 def _overview() -> str:

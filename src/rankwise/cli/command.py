@@ -1,29 +1,63 @@
-"""What a command is: its arguments, the settings of the experiment it runs, and its help. Every mistake is one line."""
+"""What a command is: a function, its arguments and its help. Every mistake is one line."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import NoneType, SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from rankwise.cli.tables import columns, wrapped
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import InvalidValueError, RankwiseError, nearest
 
 if TYPE_CHECKING:
     from rankwise.lab.tasks.base import Experiment
 
-T = TypeVar("T")
-
 HELP = ("-h", "--help")
 Options = SimpleNamespace
-"""The values of a command's arguments by name. `given` holds its settings, as pairs of name and text or None."""
-RULES: dict[Any, str] = {int: "a whole number", float: "a number"}
-"""What errors call the types of arguments."""
+"""The values of a command's arguments by name; `subject` is the one without a name. `given` holds settings as pairs of
+name and text or None, and `experiment` what they make of the command's experiment."""
 
 
 class UsageError(RankwiseError):
     """The words on the command line do not make sense."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a command."""
+
+    label: str
+    """How help writes it: `--out FOLDER`, `--json` for a switch, `FOLDER` for the argument without a name."""
+    help: str
+    type: Any = str
+    """What its text stands for, as a type hint that `parse_value` knows."""
+    default: Any = None
+    required: bool = False
+    several: bool = False
+    """Whether it may be given several times; its value is a list."""
+
+    @property
+    def name(self) -> str:
+        return self.label.partition(" ")[0]
+
+    @property
+    def key(self) -> str:
+        """The attribute of `Options` that holds the value."""
+        return self.name[2:].replace("-", "_") if self.name.startswith("-") else "subject"
+
+    @property
+    def is_switch(self) -> bool:
+        return self.label.startswith("--") and " " not in self.label
+
+    def store(self, options: Options, text: str) -> None:
+        """Set the value that a text stands for."""
+        value = parse_value(self.type, text, self.name)
+        if value == ():
+            raise UsageError(f"`{self.name}` must be a list with commas, but is {text!r} instead.")
+        setattr(options, self.key, [*(getattr(options, self.key) or []), value] if self.several else value)
 
 
 @dataclass(frozen=True)
@@ -35,205 +69,173 @@ class Command:
     """One sentence, for the list of commands."""
     details: str
     """Paragraphs of the help, with one example at least: `example: rankwise NAME ...`."""
-    arguments: Callable[[Parser], None]
-    """Adds the arguments to the parser."""
+    arguments: tuple[Argument, ...]
     run: Callable[[Options], None]
-    experiment: Callable[[Options], Experiment] | None = None
-    """For a command that takes settings: the experiment that they change. Its first argument is called `target`."""
+    experiment: Callable[[Options], Experiment] | None
+    """For a command that takes settings: the experiment that they change."""
+
+    def error(self, what: str) -> UsageError:
+        return UsageError(f"`rankwise {self.name}` {what}. See `rankwise {self.name} --help`.")
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a command. The words are those of `argparse`."""
+def command(
+    *arguments: Argument, experiment: Callable[[Options], Experiment] | None = None
+) -> Callable[[Callable[[Options], None]], Command]:
+    """Make a command of a function; its docstring is the help."""
 
-    name: str
-    metavar: str = ""
-    help: str = ""
-    type: Callable[[str], Any] = str
-    default: Any = None
-    action: Literal["store", "store_true", "append"] = "store"
-    nargs: Literal["", "?", "*", "+"] = ""
-    required: bool = False
+    def make(run: Callable[[Options], None]) -> Command:
+        about, _, details = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
+        return Command(run.__name__, about, details, arguments, run, experiment)
 
-    @property
-    def key(self) -> str:
-        """The attribute of `Options` that holds the value."""
-        return self.name.lstrip("-").replace("-", "_")
-
-    @property
-    def several(self) -> bool:
-        """Whether it takes any number of words."""
-        return self.nargs in ("*", "+")
-
-    @property
-    def needed(self) -> bool:
-        """Whether it must be given."""
-        return self.required if self.name.startswith("-") else self.nargs in ("", "+")
-
-    @property
-    def label(self) -> str:
-        """How the help writes it: `--out FOLDER`, or `FOLDER` where it has no name."""
-        return f"{self.name} {self.metavar}".strip() if self.name.startswith("-") else self.metavar
-
-    @property
-    def usage(self) -> str:
-        """How the first line of the help writes it: in brackets, unless it must be given."""
-        words = f"{self.label} ..." if self.several else self.label
-        return words if self.needed else f"[{words}]"
-
-    def read(self, text: str) -> Any:
-        """The value that `text` stands for."""
-        try:
-            return convert(self.type, text)
-        except UsageError as error:
-            raise UsageError(f"`{self.name}` {error}") from None
-
-
-class Parser:
-    """Reads the words after the name of a command: options, settings, and one argument without a name."""
-
-    def __init__(self, command: Command) -> None:
-        self.command = command
-        self.prog = f"rankwise {command.name}"
-        self.arguments: dict[str, Argument] = {}
-        command.arguments(self)
-        (self.unnamed,) = (argument for name, argument in self.arguments.items() if not name.startswith("-"))
-
-    def add_argument(self, name: str, **settings: Any) -> None:
-        """Add an argument; `settings` are the fields of `Argument`."""
-        self.arguments[name] = Argument(name, **settings)
-
-    def parse(self, arguments: Sequence[str]) -> Options:
-        """The values of all arguments. Settings of the experiment are kept as text, in `given`."""
-        options = Options(given=[], known=[name for name in self.arguments if name.startswith("-")])
-        for argument in self.arguments.values():
-            setattr(options, argument.key, False if argument.action == "store_true" else argument.default)
-        words, others, seen = list(arguments), [], set()
-        while words:
-            word = words.pop(0)
-            name, equals, value = word.partition("=")
-            if word == "--":
-                others += words
-                break
-            if not word.startswith("-") or word == "-":
-                others.append(word)
-            elif name in self.arguments:
-                seen.add(name)
-                self._set(options, self.arguments[name], value if equals else None, words)
-            elif self.command.experiment is not None and name.startswith("--"):
-                options.given.append((name[2:], value if equals else _next_value(words)))
-            else:
-                raise _no_such_option(name, options.known)
-        if len(others) > 1 and not self.unnamed.several:
-            raise self._error(f"takes no further argument, but got {others[1]!r}")
-        if others or self.unnamed.several:
-            values = [self.unnamed.read(word) for word in others]
-            setattr(options, self.unnamed.key, values if self.unnamed.several else values[0])
-        seen |= {self.unnamed.name} if others else set()
-        missing = [argument.label for name, argument in self.arguments.items() if argument.needed and name not in seen]
-        if missing:
-            raise self._error(f"needs {', '.join(missing)}")
-        return options
-
-    def _set(self, options: Options, argument: Argument, text: str | None, words: list[str]) -> None:
-        """Set an option to `text`, or to the first of the words that follow it."""
-        value: Any = True
-        if argument.action == "store_true":
-            if text is not None:
-                raise UsageError(f"`{argument.name}` takes no value, but has {text!r}. Leave the value out.")
-        else:
-            text = _next_value(words) if text is None else text
-            if text is None:
-                raise UsageError(f"`{argument.name}` needs a value. See `{self.prog} --help`.")
-            value = argument.read(text)
-            if argument.action == "append":
-                value = [*(getattr(options, argument.key) or []), value]
-        setattr(options, argument.key, value)
-
-    def _error(self, what: str) -> UsageError:
-        return UsageError(f"`{self.prog}` {what}. See `{self.prog} --help`.")
-
-    def help(self) -> str:
-        """How the command is used, what it does, and its arguments."""
-        words = [argument.usage for argument in self.arguments.values()]
-        words += ["[--SETTING VALUE ...]"] if self.command.experiment is not None else []
-        # each argument stays on one line
-        usage = f"usage: {self.prog} {' '.join(word.replace(' ', chr(0)) for word in words)}"
-        return "\n\n".join(
-            [
-                wrapped(usage, indent=" " * len("usage: ")).replace(chr(0), " "),
-                wrapped(self.command.about),
-                *map(_paragraph, self.command.details.split("\n\n")),
-                "\n".join(["arguments:", *_entries([(a.label, a.help) for a in self.arguments.values()], 26)]),
-            ]
-        )
-
-
-def _next_value(words: list[str]) -> str | None:
-    """Take the next word, unless it begins like an option. A negative number is a value."""
-    return words.pop(0) if words and not words[0].startswith("--") else None
+    return make
 
 
 def parse(command: Command, arguments: Sequence[str]) -> Options:
-    """The values of the command's arguments."""
-    return Parser(command).parse(arguments)
+    """The values of a command's arguments. Settings of the experiment are kept as text, in `given`."""
+    named = {argument.name: argument for argument in command.arguments if argument.name.startswith("-")}
+    (unnamed,) = (argument for argument in command.arguments if argument.name not in named)
+    options = Options(given=[], known=list(named))
+    for each in command.arguments:
+        setattr(options, each.key, False if each.is_switch else each.default)
+    words, others = list(arguments), []
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.partition("=")
+        if word == "--":
+            others += words
+            break
+        if not word.startswith("-") or word == "-":
+            others.append(word)
+            continue
+        argument = named.get(name)
+        if argument is None and (command.experiment is None or not name.startswith("--")):
+            raise no_such_option(name, options.known)
+        if argument is not None and argument.is_switch:
+            if equals:
+                raise UsageError(f"`{name}` takes no value, but has {text!r}. Leave the value out.")
+            setattr(options, argument.key, True)
+            continue
+        # the next word, unless it begins like an option: a negative number is a value
+        value = text if equals else words.pop(0) if words and not words[0].startswith("--") else None
+        if argument is None:
+            options.given.append((name[2:], value))
+        elif value is None:
+            raise UsageError(f"`{name}` needs a value. See `rankwise {command.name} --help`.")
+        else:
+            argument.store(options, value)
+    if len(others) > 1 and not unnamed.several:
+        raise command.error(f"takes no further argument, but got {others[1]!r}")
+    for word in others:
+        unnamed.store(options, word)
+    missing = [each.label for each in command.arguments if each.required and getattr(options, each.key) is None]
+    if missing:
+        raise command.error(f"needs {', '.join(missing)}")
+    return options
 
 
-def configured(experiment: Experiment, options: Options) -> Experiment:
-    """The experiment with the settings that were given."""
-    from rankwise.lab.experiments.fields import BOTH, as_text, override, settings
-    from rankwise.lab.tasks.base import check_seed
-
-    known = settings(experiment)
-    for name, text in options.given:
-        if "." not in name and name not in known and name != "method":
-            # a setting without its group is the likeliest mistake
-            full = [f"--{setting}" for setting in known if setting.rpartition(".")[2] == name]
-            if full:
-                raise UsageError(f"There is no option `--{name}` here. Did you mean {' or '.join(full)}?")
-            raise _no_such_option(f"--{name}", [*options.known, *(f"--{setting}" for setting in known), "--method"])
-        if text is None:
-            like = known.get(f"training.{name.removeprefix(f'{BOTH}.')}" if name.startswith(f"{BOTH}.") else name)
-            example = "VALUE" if like is None else as_text(like.value)
-            raise UsageError(f"`--{name}` needs a value, but has none. Example: --{name} {example}.")
-    changed = override(experiment, dict(options.given))
-    check_seed(changed.seed)
-    return changed
+def no_such_option(name: str, known: Sequence[str]) -> UsageError:
+    return UsageError(f"There is no option `{name}` here.{nearest(name, known)}")
 
 
-def refuse_settings(options: Options, refused: Callable[[str], bool], why: str) -> None:
-    """Refuse settings of groups that the command has no use for."""
-    for name, _ in options.given:
-        if refused(name.partition(".")[0]):
-            raise UsageError(f"`--{name}` cannot be set here, because {why}. Leave it out.")
+def parse_value(hint: Any, text: str, name: str) -> Any:
+    """The value of type `hint` that a text stands for; `name` is what errors call it."""
+    kinds = [kind for kind in members(hint) if not is_dataclass(kind)]
+    if NoneType in kinds and text.lower() == "none":
+        return None
+    rules: list[str] = []
+    words: list[str] = []
+    for kind in (kind for kind in kinds if kind is not NoneType):
+        if get_origin(kind) is tuple:
+            item = get_args(kind)[0]
+            return tuple(parse_value(item, part.strip(), name) for part in text.split(",") if part.strip())
+        if get_origin(kind) is Literal:
+            words += get_args(kind)
+            if text in words:
+                return text
+            continue
+        rule, read = READERS[kind.__name__]
+        try:
+            return read(text)
+        except ValueError:
+            rules.append(rule)
+    if not rules and not words:
+        raise RankwiseError(
+            f"`{name}` must be none, or be set one by one, but is {text!r} instead. Example: --{name} none."
+        )
+    rules += [f"one of {', '.join(words)}" if len(words) > 1 else f'"{word}"' for word in words[:1]]
+    raise UsageError(f"`{name}` must be {' or '.join(rules)}, but is {text!r} instead.{nearest(text, words)}")
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _bool(text: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in known:
+        raise InvalidValueError
+    return known[text.lower()]
+
+
+def _dtype(text: str) -> Any:
+    import torch
+
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidValueError
+    return dtype
+
+
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "bool": ("true or false", _bool),
+    "int": ("a whole number", int),
+    "float": ("a number", float),
+    "str": ("a text", str),
+    "Path": ("a path", Path),
+    "dtype": ("a dtype of torch", _dtype),
+}
+"""How errors call a type, and how it is read from text."""
 
 
 def help_text(command: Command, arguments: Sequence[str]) -> str:
     """The help of a command, with the settings of the experiment where the arguments name one."""
-    parser = Parser(command)
-    text = parser.help()
-    if command.experiment is None:
-        return text
+    text = _usage(command)
     try:
-        options = parser.parse([word for word in arguments if word not in HELP])
+        options = parse(command, [word for word in arguments if word not in HELP])
     except UsageError:
         # such as a missing argument, which the help explains
         return text
-    if options.target is None:
+    if command.experiment is None or options.subject is None:
         return text
-    return f"{text}\n\n{_settings_help(configured(command.experiment(options), options))}"
+    from rankwise.cli.settings import configured, settings_help
+
+    return f"{text}\n\n{settings_help(configured(command.experiment(options), options))}"
 
 
-def _settings_help(experiment: Experiment) -> str:
-    from rankwise.lab.experiments.fields import BOTH, as_text, settings
+def _usage(command: Command) -> str:
+    """How a command is used, what it does, and its arguments."""
+    words, details = [], command.details.split("\n\n")
+    for each in command.arguments:
+        word = f"{each.label} ..." if each.several and each.key == "subject" else each.label
+        words.append(word if each.required else f"[{word}]")
+        if command.experiment is not None and each.key == "subject":
+            how = f"`rankwise {command.name} {each.label} --help` lists them."
+            details.insert(0, f"Settings are changed by `--SETTING VALUE` or `--SETTING=VALUE`. {how}")
+    words += ["[--SETTING VALUE ...]"] if command.experiment is not None else []
+    # each argument stays on one line
+    usage = f"usage: rankwise {command.name} {' '.join(word.replace(' ', chr(0)) for word in words)}"
+    return "\n\n".join(
+        [
+            wrapped(usage, indent=" " * len("usage: ")).replace(chr(0), " "),
+            wrapped(command.about),
+            *map(_paragraph, details),
+            "\n".join(["arguments:", *entries([(each.label, each.help) for each in command.arguments], 26)]),
+        ]
+    )
 
-    title = f"settings of {experiment.name} and their values; --{BOTH}.NAME sets --base.NAME and --training.NAME:"
-    entries = [(f"--method {experiment.method.name}", "How it is pruned; see `rankwise plan --help`.")]
-    entries += [(f"--{s.name} {as_text(s.value)}", s.about) for s in settings(experiment).values()]
-    return "\n".join([wrapped(title), *_entries(entries, 36)])
 
-
-def _entries(pairs: Sequence[tuple[str, str]], indent: int) -> Iterator[str]:
+def entries(pairs: Sequence[tuple[str, str]], indent: int) -> Iterator[str]:
     """Names and what they mean in two columns; a long name has a line of its own."""
     for name, about in pairs:
         left = f"  {name}"
@@ -250,38 +252,3 @@ def _paragraph(text: str) -> str:
     if not text.startswith("example:"):
         return wrapped(" ".join(text.split()))
     return "\n".join(wrapped(line, indent="    ", ending=" \\") for line in text.splitlines())
-
-
-def _no_such_option(name: str, known: Sequence[str]) -> UsageError:
-    return UsageError(f"There is no option `{name}` here.{nearest(name, known)}")
-
-
-def convert(kind: Callable[[str], T], text: str) -> T:
-    """The value that a text stands for; `kind` is a type, or a function that raises `UsageError`."""
-    try:
-        return kind(text)
-    except ValueError:
-        raise UsageError(f"must be {RULES[kind]}, but is {text!r} instead.") from None
-
-
-def one_of(*words: str) -> Callable[[str], str]:
-    """The type of an argument that is one of a few words."""
-
-    def read(text: str) -> str:
-        if text not in words:
-            raise UsageError(f"must be one of {', '.join(words)}, but is {text!r} instead.{nearest(text, words)}")
-        return text
-
-    return read
-
-
-def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """The type of an argument that is a list with commas."""
-
-    def read(text: str) -> list[Any]:
-        values = [convert(kind, part.strip()) for part in text.split(",") if part.strip()]
-        if not values:
-            raise UsageError(f"must be a list with commas, but is {text!r} instead.")
-        return values
-
-    return read

@@ -10,12 +10,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rankwise.cli.command import Command, Options, Parser, UsageError, one_of
+from rankwise.cli.command import Argument, Options, UsageError, command
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import RankwiseError, nearest
 
@@ -23,76 +24,86 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.core.budget import Budget
-    from rankwise.methods.base import Method
     from rankwise.preview import Matrix, Preview
 
 WORDS = ("name", "shape", "kind", "total", "left out", "why")
 """Columns that hold words; the others hold numbers, which stand to the right."""
 METHODS = "dense, fac, np-l0, agp, flop-agp, flop-l0, svd, width or width-l0"
-SIZES = ("removed", "params", "megabytes", "latency_ms")
+BUDGET = (
+    Argument("--removed FRACTION", "Budget: the fraction of the parameters to remove.", float),
+    Argument("--params N", "Budget: the parameters of the smaller model.", int),
+    Argument("--megabytes N", "Budget: the saved tensors in units of 10^6 bytes.", float),
+    Argument("--latency-ms N", "Budget: milliseconds for 1 x 128 tokens, timed here.", float),
+)
+"""How a size is asked for."""
+
+T = TypeVar("T")
 
 
-def add_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="`package.module:builder` or `path/to/file.py:builder`; or a folder of transformers, of a run or of "
+def sizes_of(options: Options) -> dict[str, Any]:
+    """The sizes that were asked for: values of `Budget` by name."""
+    asked = {argument.key: getattr(options, argument.key) for argument in BUDGET}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def as_options(sizes: dict[str, Any]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in sizes)
+
+
+@command(
+    Argument(
+        "MODEL",
+        "`package.module:builder` or `path/to/file.py:builder`; or a folder of transformers, of a run or of "
         "`rankwise.save`; or a name on the hub.",
-    )
-    add("--removed", type=float, metavar="FRACTION", help="Budget: the fraction of the parameters to remove.")
-    add(
-        "--of",
-        type=one_of("model", "prunable"),
-        metavar="WHAT",
-        help="--removed is of the model or of its prunable part.",
-    )
-    add("--params", type=int, metavar="N", help="Budget: the parameters of the exported model.")
-    add("--megabytes", type=float, metavar="N", help="Budget: the saved tensors in units of 10^6 bytes.")
-    add("--latency-ms", type=float, metavar="N", help="Budget: milliseconds for 1 x 128 tokens, timed here.")
-    add("--method", default="flop-l0", metavar="NAME", help=f"{METHODS}. Default: flop-l0.")
-    add("--include", action="append", metavar="NAME", help="Plan only modules of this name. Repeatable.")
-    add("--exclude", action="append", default=[], metavar="NAME", help="Leave out modules of this name. Repeatable.")
-    add("--json", action="store_true", help="Print JSON.")
-
-
+        required=True,
+    ),
+    *BUDGET,
+    Argument("--of WHAT", "--removed is of the model or of its prunable part.", Literal["model", "prunable"]),
+    Argument("--method NAME", f"{METHODS}. Default: flop-l0.", default="flop-l0"),
+    Argument("--include NAME", "Plan only modules of this name. Repeatable.", several=True),
+    Argument("--exclude NAME", "Leave out modules of this name. Repeatable.", default=[], several=True),
+    Argument("--json", "Print JSON."),
+)
 def plan(options: Options) -> None:
+    """Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.
+
+    Nothing is trained or changed. Of a folder or a name on the hub, only the configuration is read. Layers whose names
+    differ only in numbers share a row: layers.0-29.mlp. A name matches itself and as the last part of a longer one.
+
+    example: rankwise plan my_models.py:build --removed 0.8 --exclude head
+    example: rankwise plan my-bert --removed 0.35
+    """
+    from rankwise import methods
     from rankwise.preview import preview
 
-    budget, method, exclude = _budget(options), _method(options.method), options.exclude
+    budget, exclude = _budget(options), options.exclude
+    known = methods.METHODS.get(options.method)
+    has_ramp = known is not None and "anneal_steps" in [field.name for field in dataclasses.fields(known)]
+    # nothing is trained here, so any number of steps will do
+    method = methods.make_method(options.method, **({"anneal_steps": 1_000} if has_ramp else {}))
     timed = budget is not None and budget.latency_ms is not None
-    model, notes = find_model(options.model, weights=timed)
+    model, notes = find_model(options.subject, weights=timed)
     if budget is not None and timed:
         budget, exclude = _fast_enough(model, budget, options.include, exclude)
     found = preview(model, method, budget, options.include, exclude)
     if options.json:
-        print(json.dumps({"model": options.model, **dataclasses.asdict(found), "notes": notes}, indent=2))
+        print(json.dumps({"model": options.subject, **dataclasses.asdict(found), "notes": notes}, indent=2))
         return
-    say("\n".join([f"{options.model}, method {found.method}", *notes, ""]))
-    show(found)
+    say("\n".join([f"{options.subject}, method {found.method}", *notes, ""]))
+    _show(found)
 
 
 def _budget(options: Options) -> Budget | None:
     from rankwise.core.budget import Budget
 
-    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"A plan takes one budget at most, but got {names}. Leave out all but one.")
-    if options.of is not None and "removed" not in given:
+    sizes = sizes_of(options)
+    if len(sizes) > 1:
+        raise UsageError(f"A plan takes one budget at most, but got {as_options(sizes)}. Leave out all but one.")
+    if options.of is not None and "removed" not in sizes:
         raise UsageError(
             f"`--of {options.of}` must go with `--removed`, but stands alone. Add `--removed 0.8`, or leave it out."
         )
-    return Budget(**given, of=options.of or "model") if given else None
-
-
-def _method(name: str) -> Method:
-    from rankwise import methods
-
-    known = methods.METHODS.get(name)
-    has_ramp = known is not None and "anneal_steps" in [field.name for field in dataclasses.fields(known)]
-    # nothing is trained here, so any number of steps will do
-    return methods.make_method(name, **({"anneal_steps": 1_000} if has_ramp else {}))
+    return Budget(**sizes, of=options.of or "model") if sizes else None
 
 
 def _fast_enough(
@@ -108,12 +119,14 @@ def _fast_enough(
     return found.budget, [*exclude, *slower]
 
 
-def show(found: Preview) -> None:
+def _show(found: Preview) -> None:
     """Print the matrices of the plan, the totals, and what is left out."""
     if found.matrices:
         print_table(_header(found), [_cells(name, matrix) for name, matrix in _grouped(found.matrices)], WORDS)
         if found.budget is not None:
-            say(_note(found))
+            end = f"{found.method} exports these" if found.final else "training or SVD will share them out differently"
+            kept = "; matrices keep their shape" if found.component == "weight" else ""
+            say(f"uniform {found.component}s; {end}{kept}")
         print()
     sizes = [(name, getattr(found, name)) for name in ("dense", "prunable", "fixed", "budget", "exported")]
     totals = [[name, f"{size:,}", f"{size / found.dense:.2%}"] for name, size in sizes if size is not None]
@@ -138,10 +151,11 @@ def _header(found: Preview) -> list[str]:
     return [*header, whole] if found.budget is None else [*header, part, "exported"]
 
 
-def _note(found: Preview) -> str:
-    note = f"uniform {found.component}s; "
-    note += f"{found.method} exports these" if found.final else "training or SVD will share them out differently"
-    return note + "; matrices keep their shape" if found.component == "weight" else note
+def _cells(name: str, matrix: Matrix) -> list[str]:
+    cells = [name, " x ".join(map(str, matrix.shape)), " = ".join(matrix.kinds), f"{matrix.parameters:,}"]
+    if matrix.kept is None:
+        return [*cells, f"{matrix.components:,}"]
+    return [*cells, f"{matrix.kept:,}/{matrix.components:,}", f"{matrix.exported:,}"]
 
 
 def _grouped(matrices: list[Matrix]) -> list[tuple[str, Matrix]]:
@@ -168,101 +182,67 @@ def _joined(names: list[str]) -> str | None:
     return re.sub(r"\d+", lambda _: next(words), names[0])
 
 
-def _cells(name: str, matrix: Matrix) -> list[str]:
-    cells = [name, " x ".join(map(str, matrix.shape)), " = ".join(matrix.kinds), f"{matrix.parameters:,}"]
-    if matrix.kept is None:
-        return [*cells, f"{matrix.components:,}"]
-    return [*cells, f"{matrix.kept:,}/{matrix.components:,}", f"{matrix.exported:,}"]
-
-
 def find_model(target: str, *, weights: bool) -> tuple[nn.Module, list[str]]:
     """The model that `target` names, and what is assumed of it; `weights`: whether those of a folder are needed."""
-    if not Path(target).is_dir() and (":" in target or target.endswith(".py") or _is_module(target)):
+    # a module of that name: its builder was forgotten
+    is_module = target.isidentifier() and (Path(f"{target}.py").is_file() or importlib.util.find_spec(target))
+    if not Path(target).is_dir() and (":" in target or target.endswith(".py") or is_module):
         return build(target), []
     from rankwise.lab.experiments.saved_models import open_empty, open_model
 
     return (open_model(target), []) if weights else open_empty(target)
 
 
-def _is_module(name: str) -> bool:
-    """Whether there is a Python module of that name: its builder was forgotten."""
-    return name.isidentifier() and (Path(f"{name}.py").is_file() or importlib.util.find_spec(name) is not None)
-
-
 def build(target: str) -> nn.Module:
     """The model that `target` names: a module attribute that is one, or a class or function that makes one."""
     from torch import nn
 
-    place, separator, name = target.rpartition(":")
-    if not separator or not place or not name:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
         raise RankwiseError(
             f"MODEL must be `package.module:builder` or `path/to/file.py:builder`, but is {target!r} instead."
         )
     # what a builder prints is not part of the output
     with contextlib.redirect_stdout(sys.stderr):
-        module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
-        model = _attribute(module, place, name)
+        module = _tried(lambda: _import(place), f"{place} must import without error")
+        if not hasattr(module, name):
+            hint = nearest(name, vars(module))
+            raise RankwiseError(f"MODEL must name a builder that exists, but {place} has no {name!r}.{hint}")
+        model = getattr(module, name)
         if not isinstance(model, nn.Module):
-            model = _call(model, target)
+            if not callable(model):
+                raise RankwiseError(f"{target} must be a model or make one, but is {model!r} instead.")
+            model = _tried(model, f"{target} must make a model without arguments")
     if not isinstance(model, nn.Module):
         raise RankwiseError(f"{target} must give a torch.nn.Module, but gives {model!r} instead.")
     return model
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import(place: str) -> ModuleType:
+    """The module of that name, or in that file."""
+    path = Path(place)
+    # a file may import its neighbours
+    sys.path.insert(0, str(path.resolve().parent) if path.suffix == ".py" else os.getcwd())
+    if path.suffix != ".py":
+        return importlib.import_module(place)
     if not path.is_file():
         raise RankwiseError(f"MODEL must name a file that exists, but there is no {path}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # its dataclasses look it up, and it may import its neighbours
+    # its dataclasses look it up
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RankwiseError(f"{path} must import without error, but {_said(error)}.") from error
+    spec.loader.exec_module(module)
     return module
 
 
-def _import(name: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())
+def _tried(call: Callable[[], T], rule: str) -> T:
+    """What a call gives; an error of the user's code is told in one line."""
     try:
-        return importlib.import_module(name)
+        return call()
+    except RankwiseError:
+        raise
     except (Exception, SystemExit) as error:
-        raise RankwiseError(f"{name} must import without error, but {_said(error)}.") from error
-
-
-def _attribute(module: ModuleType, place: str, name: str) -> Any:
-    if not hasattr(module, name):
-        hint = nearest(name, vars(module))
-        raise RankwiseError(f"MODEL must name a builder that exists, but {place} has no {name!r}.{hint}")
-    return getattr(module, name)
-
-
-def _call(builder: Any, target: str) -> Any:
-    if not callable(builder):
-        raise RankwiseError(f"{target} must be a model or make one, but is {builder!r} instead.")
-    try:
-        return builder()
-    except (Exception, SystemExit) as error:
-        raise RankwiseError(f"{target} must make a model without arguments, but {_said(error)}.") from error
-
-
-def _said(error: BaseException) -> str:
-    return f"raises {type(error).__name__}: {error}".rstrip(".: ")
-
-
-PLAN = Command(
-    name="plan",
-    about="Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.",
-    details="""\
-Nothing is trained or changed. Of a folder or a name on the hub, only the configuration is read. Layers whose names
-differ only in numbers share a row: layers.0-29.mlp. A name matches itself and as the last part of a longer one.
-
-example: rankwise plan my_models.py:build --removed 0.8 --exclude head
-example: rankwise plan my-bert --removed 0.35""",
-    arguments=add_arguments,
-    run=plan,
-)
+        raised = f"{type(error).__name__}: {error}".rstrip(".: ")
+        raise RankwiseError(f"{rule}, but raises {raised}.") from error

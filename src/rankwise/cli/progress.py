@@ -22,14 +22,13 @@ PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def watching() -> Iterator[Watcher]:
+def watching() -> Iterator[Lines | Bar]:
     """A watcher that shows an experiment while it runs."""
     console = terminal(stderr=True)
     if not console.is_interactive:
         yield Lines(sys.stderr)
         return
-    bar = Bar(console)
-    with bar:
+    with Bar(console) as bar:
         yield bar
 
 
@@ -83,24 +82,25 @@ class Lines(Watcher):
         self.said = 0.0
 
     def phase(self, title: str) -> None:
-        self._say(title)
+        self.say(title)
         self.said = time.monotonic()
 
     def read(self, what: str, done: int, total: int | None) -> None:
         if time.monotonic() - self.said >= PATIENCE_SECONDS:
-            self._say(f"  {what}: {amount(done, total)}")
+            self.say(f"  {what}: {amount(done, total)}")
             self.said = time.monotonic()
 
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)
         if 0 < step < num_steps:
-            self._say(f"  going on after step {step} of {num_steps}")
+            self.say(f"  going on after step {step} of {num_steps}")
 
     def report(self, line: Mapping[str, Any]) -> None:
         self.status.update(line)
-        self._say(f"  step {line['step']}/{self.status.num_steps}  {self.status.words(line)}")
+        self.say(f"  step {line['step']}/{self.status.num_steps}  {self.status.words(line)}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line."""
         print(text, file=self.stream, flush=True)
 
 
@@ -123,6 +123,10 @@ class Bar(Watcher):
     def __exit__(self, *_: object) -> None:
         self._finish_phase()
         self.live.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, highlight=False)
 
     def phase(self, title: str) -> None:
         self._finish_phase()
@@ -169,7 +173,7 @@ class Bar(Watcher):
         # the bar goes first, or the line would stand above a stale one
         self.live.refresh()
         for title in titles:
-            self.console.print("  ".join([title, *words]), markup=False, highlight=False)
+            self.say("  ".join([title, *words]))
 
 
 def amount(done: int, total: int | None) -> str:

@@ -1,48 +1,46 @@
-"""`rankwise run`, `train`, `prune` and `sweep`: the commands that train.
+"""`rankwise run`, `train`, `prune` and `sweep`, which train; `report` and `presets`: what was run, and what can be.
 
 A command that was stopped goes on from there when it is given again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.command import (
-    Command,
-    Options,
-    Parser,
-    UsageError,
-    configured,
-    listed,
-    refuse_settings,
-)
-from rankwise.cli.report import show
-from rankwise.lab.report import row_table, table
+from rankwise.cli.command import Argument, Options, UsageError, command
+from rankwise.cli.tables import print_table, say
+from rankwise.errors import nearest
+from rankwise.lab.report import Table, gather, row_table, table
 
 if TYPE_CHECKING:
-    from rankwise.lab.data.text import Progress
+    from rankwise.lab.data.vocabulary import Progress
     from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"
-RUNS = Path("runs")
-SETTINGS = """\
-Every setting of the preset can be changed: `--SETTING VALUE` or `--SETTING=VALUE`. {how} lists them.
-Ctrl-C stops the run; the same command again goes on from there."""
+PRESET = Argument("PRESET", "A name that `rankwise presets` lists.", required=True)
+TRACKERS = Argument("--trackers NAMES", "Trackers, with commas: tensorboard, wandb.", tuple[str, ...], ())
+JSON = Argument("--json", "Print the record as JSON.")
+
+
+def _out(default: str) -> Argument:
+    return Argument("--out FOLDER", f"Where everything is written. Default: {default}.")
 
 
 def of_preset(options: Options) -> Experiment:
     from rankwise.lab.experiments.presets import preset
 
-    return preset(options.target or DEMO)
+    return preset(options.subject or DEMO)
 
 
 def of_base(options: Options) -> Experiment:
     from rankwise.lab.experiments.run_folder import read_experiment
 
+    refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
     # the folder above holds the experiment that the base was trained for, with its method and its size
     return read_experiment(base_folder(options).parent)
 
@@ -51,179 +49,219 @@ def base_folder(options: Options) -> Path:
     """The folder of the dense model, whether it was given itself or the folder above."""
     from rankwise.lab.experiments.run_folder import BASE
 
-    folder = Path(options.target)
+    folder = Path(options.subject)
     return folder if folder.resolve().name == BASE else folder / BASE
 
 
+def refuse_settings(options: Options, refused: Callable[[str], bool], why: str) -> None:
+    """Refuse settings of groups that the command has no use for."""
+    for name, _ in options.given:
+        if refused(name.partition(".")[0]):
+            raise UsageError(f"`--{name}` cannot be set here, because {why}. Leave it out.")
+
+
+@command(
+    dataclasses.replace(PRESET, help=f"{PRESET.help} Default: {DEMO}.", required=False),
+    _out("runs/PRESET, with GLUE runs/PRESET-TASK"),
+    TRACKERS,
+    JSON,
+    experiment=of_preset,
+)
 def run(options: Options) -> None:
+    """Train, prune, compact, evaluate, time and report in one go.
+
+    Ctrl-C stops the run; the same command again goes on from there.
+
+    example: rankwise run demo --budget.removed 0.9 --both.steps 300 --out runs/smaller
+    """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
 
-    experiment = configured(of_preset(options), options)
-    folder = folder_of("run", options, experiment)
+    folder = folder_of("run", options, options.experiment)
     with watching() as watcher:
-        record = pipeline.run(experiment, folder, watcher=watcher, trackers=options.trackers)
-    _show(options, record, folder)
+        record = pipeline.run(options.experiment, folder, watcher=watcher, trackers=options.trackers)
+    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
 
 
+@command(PRESET, _out("runs/PRESET"), TRACKERS, JSON, experiment=of_preset)
 def train(options: Options) -> None:
+    """Train the dense model of a preset, to be pruned later.
+
+    Ctrl-C stops it; the same command again goes on from there.
+
+    example: rankwise train demo --out runs/mine
+    """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
 
-    experiment = configured(of_preset(options), options)
-    folder = folder_of("train", options, experiment)
+    folder = folder_of("train", options, options.experiment)
     with watching() as watcher:
-        row = pipeline.train(experiment, folder, watcher=watcher, trackers=options.trackers)
-    _show_row(options, row, folder / row["folder"])
+        row = pipeline.train(options.experiment, folder, watcher=watcher, trackers=options.trackers)
+    _show(options, row, row_table(row), f"The model is in {folder / row['folder']}.")
 
 
+@command(
+    Argument("BASE", "The folder that `rankwise train` wrote to.", required=True),
+    _out("runs/PRESET-METHOD"),
+    TRACKERS,
+    JSON,
+    experiment=of_base,
+)
 def prune(options: Options) -> None:
+    """Prune a dense model that was trained before.
+
+    Its text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by
+    --corpus.name FILE. Ctrl-C stops it; the same command again goes on from there.
+
+    example: rankwise prune runs/mine --method np-l0 --budget.removed 0.7
+    """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
     from rankwise.lab.experiments.run_folder import read_fingerprint
 
-    refuse_settings(options, lambda group: group in ("model", "base", "both"), "the dense model is trained already")
-    experiment = configured(of_base(options), options)
-    folder, base, given = folder_of("prune", options, experiment), base_folder(options), dict(options.given)
+    experiment, base = options.experiment, base_folder(options)
+    folder = folder_of("prune", options, experiment)
 
     def read(progress: Progress) -> Data:
-        return experiment.read_saved(given, read_fingerprint(base), progress)
+        data: Data = experiment.read_saved(dict(options.given), read_fingerprint(base), progress)
+        return data
 
     with watching() as watcher:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
-    _show_row(options, row, folder)
+    _show(options, row, row_table(row), f"The model is in {folder}.")
 
 
+@command(
+    PRESET,
+    Argument("--methods NAMES", "Methods with commas: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
+    Argument("--removed FRACTIONS", "Sizes with commas: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
+    Argument("--seeds NUMBERS", "Seeds with commas: 0,1,2. Default: as in the preset.", tuple[int, ...]),
+    _out("runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep"),
+    TRACKERS,
+    JSON,
+    experiment=of_preset,
+)
 def sweep(options: Options) -> None:
+    """Run many methods, sizes and seeds that share their dense models.
+
+    With every seed of a language model, a dense control is trained that the others are compared with. Ctrl-C stops
+    the sweep; the same command again goes on from there.
+
+    example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2
+    """
     from rankwise.cli.progress import watching
-    from rankwise.lab.experiments.sweep import sweep as run_sweep
+    from rankwise.lab.experiments.pipeline import sweep
 
-    experiment = configured(of_preset(options), options)
-    folder = folder_of("sweep", options, experiment)
-    methods, removed, seeds = _grid(options, experiment)
-    with watching() as watcher:
-        record = run_sweep(
-            experiment,
-            folder,
-            methods=methods,
-            removed=removed,
-            seeds=seeds,
-            watcher=watcher,
-            trackers=options.trackers,
-        )
-    _show(options, record, folder)
-
-
-def _grid(options: Options, experiment: Experiment) -> tuple[list[str], list[float], list[int]]:
-    """Methods, sizes and seeds; what is not asked for is as in the preset."""
+    experiment = options.experiment
     if experiment.budget is not None and experiment.budget.latency_ms is not None:
         raise UsageError(
             f"The sizes of a sweep are those of `--removed`, but the budget is {experiment.budget.latency_ms:g} ms. "
             f"Leave out --budget.latency_ms, or use `rankwise run {experiment.name} --compare fac,svd`."
         )
     removed = options.removed
-    if removed is None:
-        if experiment.budget is None or experiment.budget.removed is None:
-            raise UsageError(
-                f"`--removed` must be given for {experiment.name}, which has none. Example: --removed 0.8."
-            )
-        removed = [experiment.budget.removed]
-    methods = options.methods or list(dict.fromkeys((experiment.method.name, *experiment.compare)))
-    return methods, removed, options.seeds or [experiment.seed]
+    if removed is None and (experiment.budget is None or experiment.budget.removed is None):
+        raise UsageError(f"`--removed` must be given for {experiment.name}, which has none. Example: --removed 0.8.")
+    grid = {
+        "methods": tuple(dict.fromkeys((experiment.method.name, *experiment.compare))),
+        "removed": (experiment.budget.removed,) if removed is None else removed,
+        "seeds": (experiment.seed,),
+    }
+    grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
+    folder = folder_of("sweep", options, experiment)
+    with watching() as watcher:
+        record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, **grid)
+    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
     """Where a command writes: a preset's folder, another for each task of GLUE."""
     if options.out:
         return Path(options.out)
-    task = getattr(experiment, "task", None)
     ends = {"prune": experiment.method.name, "sweep": "sweep"}
     # what was read from a folder may call itself anything, such as a path
     name = re.sub(r"[^\w.-]+", "-", experiment.name)
-    return RUNS / "-".join(filter(None, (name, task, ends.get(command))))
+    return Path("runs", "-".join(filter(None, (name, getattr(experiment, "task", None), ends.get(command)))))
 
 
-def _show(options: Options, record: Mapping[str, Any], folder: Path) -> None:
+def _show(options: Options, content: Mapping[str, Any], found: Table, where: str) -> None:
     if options.json:
-        print(json.dumps(record, indent=1))
+        print(json.dumps(content, indent=1))
         return
-    show(table(record))
-    print(f"\nAll of it is in {folder}: record.json, and a folder for each model.")
+    show_table(found)
+    print(f"\n{where}")
 
 
-def _show_row(options: Options, row: Mapping[str, Any], folder: Path) -> None:
+def show_table(found: Table) -> None:
+    """Print a table of runs, and its notes."""
+    print_table(found.columns, found.rows, words=("",))
+    for note in found.notes:
+        say(note)
+
+
+@command(
+    Argument("FOLDER", "Of a run, of a sweep, of a pruned model or of records.", required=True, several=True),
+    Argument("--json", "Print a list of the records as JSON."),
+    Argument("--markdown", "Print tables for a Markdown file."),
+)
+def report(options: Options) -> None:
+    """Show the tables of finished runs and sweeps again.
+
+    Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each. Files that
+    hold records, or folders of them, work too.
+
+    example: rankwise report runs/demo --markdown
+    example: rankwise report runs/mine/base runs/mine-70 runs/mine-np
+    """
+    if options.json and options.markdown:
+        raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
+    records = gather([Path(folder) for folder in options.subject])
     if options.json:
-        print(json.dumps(row, indent=1))
+        print(json.dumps(list(records.values()), indent=1))
         return
-    show(row_table(row))
-    print(f"\nThe model is in {folder}.")
+    for place, (title, record) in enumerate(records.items()):
+        if len(records) > 1:
+            print(f"{'' if place == 0 else chr(10)}{title}\n")
+        if options.markdown:
+            print(table(record).markdown())
+        else:
+            show_table(table(record))
 
 
-def _arguments(
-    metavar: str, about: str, out: str, *, nargs: str = "", sweeps: bool = False
-) -> Callable[[Parser], None]:
-    """The arguments of a command that trains; `out` says where it writes by default."""
-
-    def add_arguments(parser: Parser) -> None:
-        add = parser.add_argument
-        add("target", metavar=metavar, nargs=nargs, help=about)
-        if sweeps:
-            preset = "Default: as in the preset."
-            add("--methods", type=listed(str), metavar="NAMES", help=f"Methods with commas: flop-l0,fac. {preset}")
-            add("--removed", type=listed(float), metavar="FRACTIONS", help=f"Sizes with commas: 0.7,0.8. {preset}")
-            add("--seeds", type=listed(int), metavar="NUMBERS", help=f"Seeds with commas: 0,1,2. {preset}")
-        add("--out", metavar="FOLDER", help=f"Where everything is written. Default: {out}.")
-        trackers = "Trackers, with commas: tensorboard, wandb."
-        add("--trackers", type=listed(str), default=[], metavar="NAMES", help=trackers)
-        add("--json", action="store_true", help="Print the record as JSON.")
-
-    return add_arguments
-
-
-RUN = Command(
-    name="run",
-    about="Train, prune, compact, evaluate, time and report in one go.",
-    details=SETTINGS.format(how="`rankwise run PRESET --help`")
-    + "\n\nexample: rankwise run demo --budget.removed 0.9 --both.steps 300 --out runs/smaller",
-    arguments=_arguments(
-        "PRESET",
-        f"A name that `rankwise presets` lists. Default: {DEMO}.",
-        "runs/PRESET, with GLUE runs/PRESET-TASK",
-        nargs="?",
-    ),
-    run=run,
-    experiment=of_preset,
+@command(
+    Argument("FILTER", "Show only names that contain all of these.", default=(), several=True),
+    Argument("--json", "Print JSON."),
 )
-TRAIN = Command(
-    name="train",
-    about="Train the dense model of a preset, to be pruned later.",
-    details=SETTINGS.format(how="`rankwise train PRESET --help`") + "\n\nexample: rankwise train demo --out runs/mine",
-    arguments=_arguments("PRESET", "A name that `rankwise presets` lists.", "runs/PRESET"),
-    run=train,
-    experiment=of_preset,
-)
-PRUNE = Command(
-    name="prune",
-    about="Prune a dense model that was trained before.",
-    details=SETTINGS.format(how="`rankwise prune BASE --help`")
-    + "\nIts text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by "
-    "--corpus.name FILE.\n\nexample: rankwise prune runs/mine --method np-l0 --budget.removed 0.7",
-    arguments=_arguments("BASE", "The folder that `rankwise train` wrote to.", "runs/PRESET-METHOD"),
-    run=prune,
-    experiment=of_base,
-)
-SWEEP = Command(
-    name="sweep",
-    about="Run many methods, sizes and seeds that share their dense models.",
-    details=SETTINGS.format(how="`rankwise sweep PRESET --help`")
-    + "\nWith every seed of a language model, a dense control is trained that the others are compared with."
-    "\n\nexample: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8 --seeds 0,1,2",
-    arguments=_arguments(
-        "PRESET",
-        "A name that `rankwise presets` lists.",
-        "runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep",
-        sweeps=True,
-    ),
-    run=sweep,
-    experiment=of_preset,
-)
+def presets(options: Options) -> None:
+    """List the presets, their sizes and what they need.
+
+    Sizes are in parameters: those of the dense model, and those of the exported one. Downloads are kept for the next
+    run.
+
+    example: rankwise presets enwik8 short
+    """
+    from rankwise.lab.experiments.presets import PRESETS
+
+    found = [one for name, one in PRESETS.items() if all(part in name for part in options.subject)]
+    if not found:
+        words = " ".join(options.subject)
+        raise UsageError(f"No preset has {words!r} in its name.{nearest(words, PRESETS)} `rankwise presets` lists all.")
+    listed = [
+        {"name": one.name, "table": one.table, "about": one.about, **dataclasses.asdict(one.make().size_preview())}
+        for one in found
+    ]
+    if options.json:
+        print(json.dumps(listed, indent=1))
+        return
+    # what many presets have in common is said once
+    groups: dict[str, list[list[str]]] = {}
+    for entry in listed:
+        table, megabytes = f"{entry['table']} table, " if entry["table"] else "", entry["download_megabytes"]
+        title = f"{table}{entry['about']}. Corpus {entry['corpus']}, download "
+        title += f"{megabytes} MB." if megabytes else "none."
+        numbers = [f"{entry[name]:,}" for name in ("parameters", "exported", "steps")]
+        groups.setdefault(title, []).append([entry["name"], *numbers, f"{entry['tokens'] / 1e6:,.1f}M"])
+    for title, rows in groups.items():
+        say(f"{title}\n")
+        print_table(("preset", "parameters", "exported", "steps", "tokens"), rows, words=("preset",))
+        print()
+    say(f"{len(found)} of {len(PRESETS)} presets. `rankwise run NAME --help` shows the settings of one.")

@@ -1,45 +1,63 @@
-"""`rankwise evaluate` and `rankwise sample`: the commands that use the model of a run."""
+"""`rankwise evaluate`, `sample`, `bench` and `export`: the commands that use a saved model."""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import (
-    Command,
-    Options,
-    Parser,
-    configured,
-    one_of,
-    refuse_settings,
-)
-from rankwise.cli.runs import RUNS
-from rankwise.cli.tables import say
+from rankwise.cli.command import Argument, Options, command
+from rankwise.cli.runs import refuse_settings
+from rankwise.cli.tables import print_table, say
 from rankwise.lab.report import MEASURES
 
 if TYPE_CHECKING:
+    from rankwise.deploy.export.check import Runner
     from rankwise.lab.tasks.base import Experiment
 
 CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
+"""Settings that do not change what the model is."""
+MODEL = Argument("FOLDER", "The folder of a run, or of one of its models.", required=True)
+JSON = Argument("--json", "Print JSON.")
 PROMPT = "The "
+REPEATS = 10
+"""How often an exported model is timed."""
 
 
 def of_model(options: Options) -> Experiment:
-    from rankwise.lab.experiments.run_folder import read_experiment
+    from rankwise.lab.experiments.run_folder import find_run
 
-    return read_experiment(Path(options.target))
+    refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
+    return find_run(Path(options.subject)).experiment
 
 
+@command(
+    MODEL,
+    Argument("--split SPLIT", "valid, the default, or test.", Literal["valid", "test"], "valid"),
+    JSON,
+    experiment=of_model,
+)
 def evaluate(options: Options) -> None:
+    """Measure how well a model of a run predicts a text.
+
+    The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
+    so it chooses no file to open and no place to write: name a text of your own that the cache does not hold by
+    --corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by --corpus.cache
+    FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a
+    folder.
+
+    example: rankwise evaluate runs/demo/flop-l0 --split test
+    """
     from rankwise.cli.progress import watching
     from rankwise.core.budget import count
     from rankwise.errors import DataError
     from rankwise.lab.experiments.run_folder import find_run
 
-    refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
-    saved = find_run(Path(options.target))
-    experiment = configured(saved.experiment, options).for_saved(saved)
+    saved = find_run(Path(options.subject))
+    experiment = options.experiment.for_saved(saved)
     with watching() as watcher:
         watcher.phase(f"reading {experiment.reads}")
         data = experiment.read_to_evaluate(saved, dict(options.given), options.split, watcher.read)
@@ -58,11 +76,23 @@ def evaluate(options: Options) -> None:
         say(f"{saved.folder}: {parameters:,} parameters, {options.split} {figures}")
 
 
+@command(
+    MODEL,
+    Argument("--prompt TEXT", f"What the text begins with. Default: {PROMPT!r}, if the model can write it."),
+    Argument("--length N", "Tokens to draw. Default: 500.", int, 500),
+    Argument("--temperature T", "0 always takes the likeliest token. Default: 0.8.", float, 0.8),
+    Argument("--top-k K", "Draw only from the K likeliest tokens.", int),
+    Argument("--seed N", "Another number gives another text. Default: 0.", int, 0),
+)
 def sample(options: Options) -> None:
+    """Let a model of a run write text.
+
+    example: rankwise sample runs/demo --prompt 'The function ' --temperature 0.7
+    """
     from rankwise.lab.experiments.run_folder import load_run
     from rankwise.lab.experiments.sample import default_prompt, sample, spelled
 
-    found = load_run(Path(options.target))
+    found = load_run(Path(options.subject))
     prompt = default_prompt(found.vocabulary, PROMPT) if options.prompt is None else options.prompt
     settings = {name: getattr(options, name) for name in ("length", "temperature", "top_k", "seed")}
     numbers = sample(found.model, found.vocabulary, prompt, **settings)
@@ -72,41 +102,127 @@ def sample(options: Options) -> None:
     print()
 
 
-def _evaluate_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
-    add("--split", type=one_of("valid", "test"), default="valid", metavar="SPLIT", help="valid, the default, or test.")
-    add("--json", action="store_true", help="Print JSON.")
-
-
-def _sample_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add("target", metavar="FOLDER", help="The folder of a run, or of one of its models.")
-    add("--prompt", metavar="TEXT", help=f"What the text begins with. Default: {PROMPT!r}, if the model can write it.")
-    add("--length", type=int, default=500, metavar="N", help="Tokens to draw. Default: 500.")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest token. Default: 0.8.")
-    add("--top-k", type=int, metavar="K", help="Draw only from the K likeliest tokens.")
-    add("--seed", type=int, default=0, metavar="N", help="Another number gives another text. Default: 0.")
-
-
-EVALUATE = Command(
-    name="evaluate",
-    about="Measure how well a model of a run predicts a text.",
-    details=f"""\
-The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
-so it chooses no file to open and no place to write: name a text of your own that the cache does not hold by
---corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by --corpus.cache FOLDER.
-Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a folder.
-
-example: rankwise evaluate {RUNS}/demo/flop-l0 --split test""",
-    arguments=_evaluate_arguments,
-    run=evaluate,
-    experiment=of_model,
+@command(
+    Argument("FOLDER", "The folder of a run, of one of its models, or of a saved model.", required=True),
+    Argument("--batch NUMBERS", "Batch sizes with commas. Default: 1,16.", tuple[int, ...], (1, 16)),
+    Argument("--threads NUMBERS", "Threads. Default: 1,all.", tuple[int | Literal["all"], ...], (1, "all")),
+    Argument("--length N", "Tokens of a sequence. Default: as in training, or 256 at most.", int),
+    Argument("--engines NAMES", "Engines with commas. Default: torch.", tuple[str, ...], ("torch",)),
+    Argument("--repeats N", "Calls of each model. Default: 15.", int, 15),
+    Argument("--device DEVICE", "cpu or cuda. Default: cpu.", Literal["cpu", "cuda"], "cpu"),
+    JSON,
 )
-SAMPLE = Command(
-    name="sample",
-    about="Let a model of a run write text.",
-    details=f"example: rankwise sample {RUNS}/demo --prompt 'The function ' --temperature 0.7",
-    arguments=_sample_arguments,
-    run=sample,
+def bench(options: Options) -> None:
+    """Time the dense, the compact and the int8 models of a folder on this machine.
+
+    Models take turns, so that a busy moment of the machine slows them all. A compact model that is not faster gets a
+    line that says so. The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph (a CUDA
+    graph), onnx, openvino.
+
+    example: rankwise bench runs/demo --batch 1 --threads 1
+    """
+    from rankwise.deploy.bench import BenchConfig, bench, place, remarks
+    from rankwise.lab.experiments.bench import LENGTH, find_models, keep
+
+    found = find_models(Path(options.subject))
+    config = BenchConfig(
+        length=found.length if options.length is None else options.length,
+        batches=options.batch,
+        threads=options.threads,
+        engines=options.engines,
+        repeats=options.repeats,
+        device=options.device,
+    )
+    found.check_length(config.length)
+    if options.length is None and found.length == found.longest:
+        print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
+    rows = bench(found.models, config, found.tokens, tell=partial(print, "timing", file=sys.stderr))
+    lines = remarks(rows)
+    kept = keep(found, rows, lines, options.device)
+    if options.json:
+        print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
+        return
+    cells = []
+    for row in rows:
+        spent, words = row["milliseconds"], (row["model"], row["precision"], f"{row['parameters']:,}")
+        times = (f"{spent['median']:.2f}", f"{spent['p20']:.2f} to {spent['p80']:.2f}", f"{row['speed']:.2f}x")
+        cells.append((row["engine"], str(row["batch"]), place(row), *words, *times))
+    header = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
+    print_table(header, cells, words=("engine", "model", "precision"))
+    for line in lines:
+        say(line)
+    say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
+    if kept is not None:
+        print(f"Kept in {kept}.")
+
+
+@command(
+    Argument("FOLDER", "of a run, of `rankwise.save` or of transformers' `save_pretrained`", required=True),
+    Argument("--to FORMAT", "onnx, openvino, pt2", Literal["onnx", "openvino", "pt2"], required=True),
+    Argument("--int8", "matrices of 8 bits (onnx and openvino)"),
+    Argument("--out FOLDER", "a new folder (default: FOLDER-FORMAT, here)"),
+    Argument("--dense FOLDER", "the dense model, to be timed on the same engine"),
+    Argument("--batch N", "of the example (default: 2; 1 fixes the batch)", int, 2),
+    Argument("--length N", "tokens of the example (default: 128)", int, 128),
+    JSON,
 )
+def export(options: Options) -> None:
+    """Write a model for ONNX Runtime, OpenVINO or torch.export, and time it there.
+
+    Its outputs are compared with the model's first; where they differ, nothing is written.
+
+    example: rankwise export my-bert-small --to onnx --dense my-bert
+    """
+    from rankwise.core.budget import count
+    from rankwise.deploy.export import FORMATS
+    from rankwise.deploy.inputs import example_inputs
+    from rankwise.lab.experiments.saved_models import open_folder
+    from rankwise.measure import time_together
+
+    models = {"model": open_folder(Path(options.subject)).float()}
+    if options.dense is not None:
+        models["dense"] = open_folder(Path(options.dense)).float()
+    name = Path(options.subject).resolve().name
+    target = Path(options.out or f"{name}-{options.to}{'-int8' if options.int8 else ''}")
+    rows: list[dict[str, Any]] = []
+    runners: dict[str, Runner] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        # the dense one first, and elsewhere: what is wrong with it must leave nothing behind
+        for name in reversed(models):
+            model, place = models[name], target if name == "model" else Path(scratch) / name
+            inputs = example_inputs(model, options.batch, options.length)
+            made = FORMATS[options.to].export(model, inputs, place, int8=options.int8)
+            runners[name] = FORMATS[options.to].load(place)
+            rows.append({"name": name, "parameters": count(model), "bytes": made.bytes})
+            rows[-1] |= {"difference": made.difference, "shapes": made.shapes}
+        calls = {name: lambda run=run: run(**inputs) for name, run in runners.items()}
+        times = time_together(calls, repeats=REPEATS)
+    for row in rows:
+        timing = times[row["name"]]
+        row |= {"milliseconds": timing.median, "p20": timing.p20, "p80": timing.p80}
+    _show_exported(options, rows, target)
+
+
+def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
+    from rankwise.measure import slower_than_dense
+
+    dense = next((row["milliseconds"] for row in rows if row["name"] == "dense"), None)
+    what = f"The model in {options.to}{' with int8' if options.int8 else ''}"
+    line = None if dense is None else slower_than_dense(what, rows[-1]["milliseconds"], dense)
+    if options.json:
+        answer = {"folder": str(target), "format": options.to, "int8": options.int8}
+        answer |= {"batch": options.batch, "length": options.length, "models": rows}
+        print(json.dumps({**answer, "remarks": [] if line is None else [line]}, indent=1))
+        return
+    cells = []
+    for row in rows:
+        size = (f"{row['parameters']:,}", f"{row['bytes'] / 1e6:.2f}", f"{row['difference']:.1e}")
+        times = (f"{row['milliseconds']:.2f}", f"{row['p20']:.2f} to {row['p80']:.2f}")
+        cells.append((row["name"], *size, *times, "" if dense is None else f"{dense / row['milliseconds']:.2f}"))
+    header = ("", "parameters", "megabytes", "difference to torch", "ms", "p20 to p80", "times faster")
+    print_table(header, cells, words=("",))
+    sizes = "; ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in rows[-1]["shapes"].items())
+    if line is not None:
+        say(line)
+    say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
+    print(f"The model is in {target}.")

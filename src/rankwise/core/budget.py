@@ -29,8 +29,8 @@ def count(model: nn.Module) -> int:
 class CostCurve:
     """Parameters of a matrix exported with k components: k * per_component, never more than `cap` (dense).
 
-    In the pivot layout (`rankwise.core.pivot`) k components cost k * (per_component - k): the more there are, the less
-    another one costs, and all of them cost as much as the dense matrix.
+    In the pivot layout (`rankwise.core.exports`) k components cost k * (per_component - k): the more there are, the
+    less another one costs, and all of them cost as much as the dense matrix.
     """
 
     num_components: int
@@ -132,10 +132,8 @@ class Storage:
 
     def other_bytes(self, dtype: torch.dtype | None) -> int:
         """Bytes of all that is saved besides the parameters."""
-        sizes = (
-            n * (dtype if dtype is not None and own.is_floating_point else own).itemsize for n, own in self.buffers
-        )
-        return sum(sizes) + self.overhead
+        saved = ((n, dtype if dtype is not None and own.is_floating_point else own) for n, own in self.buffers)
+        return sum(n * each.itemsize for n, each in saved) + self.overhead
 
 
 @dataclass(frozen=True)
@@ -203,18 +201,6 @@ class Budget:
         # numpy's numbers have another repr, which `resolve` reads
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
         object.__setattr__(self, name, value)
-        self._check_range(name, value)
-        if self.of not in ("model", "prunable"):
-            raise BudgetError(f'`of` must be "model" or "prunable", but is {self.of!r} instead.')
-        if self.of == "prunable" and name != "removed":
-            raise BudgetError(f'`of="prunable"` goes with `removed`, but the budget names `{name}`. Leave `of` out.')
-        if self.dtype is not None and (name != "megabytes" or not self.dtype.is_floating_point):
-            raise BudgetError(
-                f"`dtype` must be a floating type and goes with `megabytes`, but is {self.dtype} beside `{name}`."
-            )
-
-    @staticmethod
-    def _check_range(name: str, value: float) -> None:
         if name == "removed" and not 0 < value < 1:
             is_percentage = 5 <= value < 100
             hint = f"Did you mean removed={value / 100:g}?" if is_percentage else "Example: removed=0.8 keeps a fifth."
@@ -223,6 +209,14 @@ class Budget:
             raise BudgetError(f"`{name}` must be positive and finite, but is {value} instead.")
         if name == "params" and value != int(value):
             raise BudgetError(f"`params` must be a whole number, but is {value} instead.")
+        if self.of not in ("model", "prunable"):
+            raise BudgetError(f'`of` must be "model" or "prunable", but is {self.of!r} instead.')
+        if self.of == "prunable" and name != "removed":
+            raise BudgetError(f'`of="prunable"` goes with `removed`, but the budget names `{name}`. Leave `of` out.')
+        if self.dtype is not None and (name != "megabytes" or not self.dtype.is_floating_point):
+            raise BudgetError(
+                f"`dtype` must be a floating type and goes with `megabytes`, but is {self.dtype} beside `{name}`."
+            )
 
     def resolve(self, account: SizeAccount) -> int:
         """The number of parameters that the exported model may have; raises if it cannot be reached."""
@@ -236,23 +230,19 @@ class Budget:
             # exact decimals: 1 - 0.8 in floating point is sometimes one parameter off
             limit = account.dense - math.ceil(Fraction(repr(self.removed)) * whole)
         elif self.megabytes is not None:
+            if account.storage is None:
+                raise BudgetError(
+                    "`megabytes` needs matrices that shrink, but this method keeps their shape and counts non-zero "
+                    "weights. Ask for those with `params` or `removed`, or choose another method."
+                )
             saved = math.floor(Fraction(repr(self.megabytes)) * 10**6)
-            storage = self._storage(account)
-            limit = (saved - storage.other_bytes(self.dtype)) // storage.itemsize(self.dtype)
+            limit = (saved - account.storage.other_bytes(self.dtype)) // account.storage.itemsize(self.dtype)
         else:
             assert self.params is not None
             limit = int(self.params)
         if limit < account.smallest:
             raise OutOfReachError(self._too_small(limit, account))
         return limit
-
-    def _storage(self, account: SizeAccount) -> Storage:
-        if account.storage is None:
-            raise BudgetError(
-                "`megabytes` needs matrices that shrink, but this method keeps their shape and counts non-zero "
-                "weights. Ask for those with `params` or `removed`, or choose another method."
-            )
-        return account.storage
 
     def _too_small(self, limit: int, account: SizeAccount) -> str:
         floor = account.smallest
@@ -264,8 +254,7 @@ class Budget:
         )
         if account.left_out:
             text += f"Left out are {account.left_out}. "
-        if self.megabytes is not None:
-            storage = self._storage(account)
+        if (storage := account.storage) is not None and self.megabytes is not None:
             smallest = (floor * storage.itemsize(self.dtype) + storage.other_bytes(self.dtype)) / 10**6
             return text + f"The smallest size is megabytes={smallest:g}; raise the budget or add modules to the plan."
         removed = math.floor((1 - floor / account.dense) * 10**4) / 10**4

@@ -6,14 +6,15 @@ There are two: the second moments of the inputs of a matrix, and how much the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.core.factorize import Moments
-from rankwise.core.plan import Plan, Site, Use, get_module
+from rankwise.core.plan import Plan, Site, Use, get_module, words_of
 from rankwise.errors import DataError
 from rankwise.measure import call_model, evaluating
 from rankwise.modules import scale_of
@@ -37,7 +38,7 @@ def second_moments(
         dtype: the dtype of the sums.
     """
     sums = {site.name: _Sums(site, dtype) for site in plan.sites}
-    add = {use.name: sums[site.name].hook(use) for site in plan.sites for use in site.uses}
+    add = {use.name: partial(sums[site.name].add, use) for site in plan.sites for use in site.uses}
     num_calls, last_call = 0, None
 
     def on_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,8 +145,7 @@ def _squared_gradients(site: Site, use: Use, sums: dict[str, Tensor], without_gr
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
             return output
-        table = module[0] if use.kind == "embedding-pair" and isinstance(module, nn.Sequential) else module
-        scale = (scale_of(table) if isinstance(table, nn.Embedding) else None) or 1.0
+        scale = (scale_of(words_of(module)) or 1.0) if use.is_embedding else 1.0
         if not torch.is_grad_enabled():
             without_grad.add(site.name)
             return output
@@ -181,17 +181,12 @@ def _watching(
     def hook(name: str) -> Callable[..., None]:
         return lambda module, args, kwargs: on_call(name, args, kwargs)
 
-    handles = [
-        get_module(model, use).register_forward_pre_hook(hook(use.name), prepend=True, with_kwargs=True)
-        for site in plan.sites
-        for use in site.uses
-    ]
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for use in (use for site in plan.sites for use in site.uses):
+            module = get_module(model, use)
+            stack.enter_context(module.register_forward_pre_hook(hook(use.name), prepend=True, with_kwargs=True))
+        stack.enter_context(evaluating(model))
+        yield
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -204,23 +199,19 @@ class _Sums:
     """Running sums of one site: x x^T as a linear layer, the number of look-ups as an embedding."""
 
     def __init__(self, site: Site, dtype: torch.dtype) -> None:
-        self.site = site
-        self.dtype = dtype
+        self.site, self.dtype = site, dtype
         self.inputs_II: Tensor | None = None
         self.rows_O: Tensor | None = None
         self.num_inputs = 0
 
-    def hook(self, use: Use) -> Callable[[Tensor], None]:
-        return self._look_up if use.is_embedding else self._multiply
-
-    def _look_up(self, index: Tensor) -> None:
-        counts = torch.bincount(index.flatten(), minlength=self.site.shape[0]).double()
-        self.rows_O = counts if self.rows_O is None else self.rows_O + counts
-
-    def _multiply(self, x: Tensor) -> None:
-        x = x.reshape(-1, self.site.shape[1]).to(self.dtype)
-        self.inputs_II = x.t() @ x if self.inputs_II is None else self.inputs_II.addmm_(x.t(), x)
-        self.num_inputs += len(x)
+    def add(self, use: Use, x: Tensor) -> None:
+        if use.is_embedding:
+            counts = torch.bincount(x.flatten(), minlength=self.site.shape[0]).double()
+            self.rows_O = counts if self.rows_O is None else self.rows_O + counts
+        else:
+            x = x.reshape(-1, self.site.shape[1]).to(self.dtype)
+            self.inputs_II = x.t() @ x if self.inputs_II is None else self.inputs_II.addmm_(x.t(), x)
+            self.num_inputs += len(x)
 
     def moments(self) -> Moments:
         inputs, rows = self.inputs_II, self.rows_O

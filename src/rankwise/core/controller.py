@@ -140,7 +140,6 @@ class Controller(FixedDtypeModule, ABC):
         """How far the components of each matrix are open, from 0 to 1; None if no gate is learned."""
         return None
 
-    @abstractmethod
     def draw_masks(self) -> None:
         """Make the training masks of the current step."""
 
@@ -149,7 +148,6 @@ class Controller(FixedDtypeModule, ABC):
         """Whether this step moves gates by the gradient of the loss."""
         return False
 
-    @abstractmethod
     def update(self, grad: Tensor) -> None:
         """Move the gates by dL/dz of all gates, a flat vector; called only if `uses_gradient`."""
 
@@ -238,22 +236,15 @@ class Controller(FixedDtypeModule, ABC):
 
     def mask_signature(self) -> Hashable:
         """What the host knows of the masks: while it stays the same, so do the kernels of a step and their memory."""
-        return tuple(
-            (
-                None if gate.active is None else len(gate.active),
-                gate.is_binary,
-                gate.z is not None and gate.z.requires_grad,
-            )
-            for gate in self.gates
-        )
+        learns = [gate.z is not None and gate.z.requires_grad for gate in self.gates]
+        return tuple((gate.num_active, gate.is_binary, each) for gate, each in zip(self.gates, learns, strict=True))
 
     def gradient(self, grad_scale: float) -> Tensor:
         """dL/dz of all gates as one flat vector: averaged over ranks, divided by the loss scale, zero if not finite."""
         num_ranks = self.distributed.size
-        gates = [gate for gate in self.gates if gate.z is not None]
-        grads = [None if gate.z is None else gate.z.grad for gate in gates]
+        masks = [gate.z for gate in self.gates if gate.z is not None]
         # one rank of several may have had no batch; it must not leave the others waiting
-        if num_ranks == 1 and all(grad is None for grad in grads):
+        if num_ranks == 1 and all(z.grad is None for z in masks):
             raise RankwiseError(
                 "`pruner.step()` needs the gradient of the loss, but no gate has one. Call `loss.backward()` before "
                 "it, with the model in training mode."
@@ -261,9 +252,8 @@ class Controller(FixedDtypeModule, ABC):
         if num_ranks > 1:
             self.distributed.check_steps()
             self.distributed.check_agreement(self._fingerprints, self.steps.device)
-        zeros = self.steps.new_zeros(sum(gate.num_components for gate in gates), dtype=torch.float)
-        pieces = zip(torch.split(zeros, [gate.num_components for gate in gates]), grads, strict=True)
-        flat = torch.cat([zero if grad is None else grad for zero, grad in pieces] or [zeros]) / grad_scale
+        pieces = [torch.zeros_like(z) if z.grad is None else z.grad for z in masks]
+        flat = torch.cat(pieces or [self.steps.new_zeros(0, dtype=torch.float)]) / grad_scale
         if num_ranks > 1:
             flat = self.distributed.average(flat, self._step)
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
@@ -289,8 +279,7 @@ class Controller(FixedDtypeModule, ABC):
         sizes, starts = self.layout.sizes, self.layout.starts
         ranks = [n if n <= SELECT_UP_TO * size else None for n, size in zip(num_open, sizes, strict=True)]
         if z.is_cuda:
-            before = [None if gate.active is None else len(gate.active) for gate in self.gates]
-            ranks = padded_ranks(num_open, sizes, before, exact=is_binary)
+            ranks = padded_ranks(num_open, sizes, [gate.num_active for gate in self.gates], exact=is_binary)
         for gate, size, start, number, rank in zip(self.gates, sizes, starts, num_open, ranks, strict=True):
             gate.active = None if rank is None else self._index[start : start + rank]
             gate.is_binary = is_binary and number == (size if rank is None else rank)
@@ -341,9 +330,3 @@ class FixedController(Controller):
 
     def best_first(self, i: int) -> Tensor:
         return torch.arange(self.matrices[i].gate.num_components, device=self.steps.device)
-
-    def draw_masks(self) -> None:
-        pass
-
-    def update(self, grad: Tensor) -> None:
-        pass

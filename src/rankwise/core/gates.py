@@ -135,6 +135,11 @@ class Gate(FixedDtypeModule):
         """Let `controller` move this gate from now on."""
         self._controller = [controller]
 
+    @property
+    def num_active(self) -> int | None:
+        """The number of components to multiply; None for all."""
+        return None if self.active is None else len(self.active)
+
     def forward(self) -> Mask:
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
         compiled = torch.compiler.is_compiling()

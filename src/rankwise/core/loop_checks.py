@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
+from rankwise.core.budget import count
+from rankwise.core.layers import GatedLayer, gated_layers
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 
@@ -103,6 +105,57 @@ def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> boo
     return len(before) == len(now) and all(
         torch.equal(a.to(b.device).nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True)
     )
+
+
+class GatedStructure:
+    """What a gated model is made of: its size is counted for this structure and for no other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.size = count(model)
+        self.modules = _modules(model)
+
+    def check_gates(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> None:
+        """Refuse a model that has lost gated layers, or gained some that are not over `matrices`."""
+        if {layer.matrix for layer in gated_layers(model)} != set(matrices):
+            raise RankwiseError(self.message(model, matrices, what))
+
+    def check(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> None:
+        """Refuse a model of another size too."""
+        self.check_gates(model, matrices, what)
+        if count(model) != self.size:
+            raise RankwiseError(self.message(model, matrices, what))
+
+    def message(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> str:
+        """What became of the model since, with the names of modules."""
+        now, before = _modules(model), self.modules
+        replaced = {name for name in before if name in now and now[name] != before[name]}
+        for name, module in model.named_modules():
+            if isinstance(module, GatedLayer) and name in before and module.matrix not in matrices:
+                replaced.add(name)
+        changes = {"added": now.keys() - before.keys(), "removed": before.keys() - now.keys(), "replaced": replaced}
+        told = [f"{count(model):,} parameters instead of {self.size:,}"] if count(model) != self.size else []
+        for word, names in changes.items():
+            # a part of a module that was changed as a whole goes without saying
+            found = [name for name in (before | now) if name in names and not (names | replaced) & _around(name)]
+            told += [f"{word}: {listed(found)}"] if found else []
+        return (
+            f"`{what}` needs the model as the pruner gated it, but it has changed since ({'; '.join(told)}). Make such "
+            "changes before `rankwise.Pruner`, or to what `compact()` returns."
+        )
+
+
+def _modules(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """The kind and the number of own parameters of each module, by its name."""
+    return {
+        name: (type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
+        for name, module in model.named_modules()
+    }
+
+
+def _around(name: str) -> set[str]:
+    """The names of the modules that a module stands in, but that of the model."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 class ZeroGradDetector:

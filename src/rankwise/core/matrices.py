@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.core.budget import CostCurve
-from rankwise.core.exports import DenseExport, Export, LowRankExport, PivotExport, SelectedExport
+from rankwise.core.exports import (
+    ROUNDING,
+    DenseExport,
+    Export,
+    LowRankExport,
+    PivotExport,
+    SelectedExport,
+    rounding_error,
+)
 from rankwise.core.gates import Gate, Mask
-from rankwise.core.pivot import ROUNDING, rounding_error
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
@@ -32,14 +39,6 @@ class GatedMatrix(nn.Module, ABC):
         self.gate = gate
         self.cost_curve = cost_curve
         """What exporting k components costs."""
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1]
 
     @abstractmethod
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -70,7 +69,7 @@ class GatedMatrix(nn.Module, ABC):
         """The matrix with only the components `kept`, each multiplied by its `z` (None: one)."""
 
     def extra_repr(self) -> str:
-        return f"{self.out_features} x {self.in_features}"
+        return f"{self.shape[0]} x {self.shape[1]}"
 
 
 class FactorizedMatrix(GatedMatrix):
@@ -168,9 +167,9 @@ class InputGatedMatrix(GatedMatrix):
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()
         w = w if z is None else (w * z).to(w.dtype)
-        if len(kept) == self.in_features:
+        if len(kept) == w.shape[1]:
             return DenseExport(_like(w, self.w))
-        mask = torch.zeros(self.in_features, dtype=torch.bool, device=w.device).index_fill(0, kept, True)
+        mask = torch.zeros(w.shape[1], dtype=torch.bool, device=w.device).index_fill(0, kept, True)
         return SelectedExport(_like(w[:, mask], self.w), mask)
 
 

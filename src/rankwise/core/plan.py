@@ -108,13 +108,12 @@ def source(model: nn.Module, site: Site) -> Source:
     """Read the parameters of `site` from `model`."""
     use = site.uses[0]
     module = get_module(model, use)
-    if use.kind == "linear-pair":
+    if use.kind in ("linear-pair", "embedding-pair"):
         first, second = pair(module)
-        return Source(None, second.weight, first.weight, first.weight.requires_grad)
-    if use.kind == "embedding-pair":
-        words, projection = pair(module)
-        q_RI = nn.Parameter(projection.weight.detach().t().contiguous(), projection.weight.requires_grad)
-        return Source(None, words.weight, q_RI, words.weight.requires_grad)
+        if use.kind == "linear-pair":
+            return Source(None, second.weight, first.weight, first.weight.requires_grad)
+        q_RI = nn.Parameter(second.weight.detach().t().contiguous(), second.weight.requires_grad)
+        return Source(None, first.weight, q_RI, first.weight.requires_grad)
     weight = module.weight
     assert isinstance(weight, Tensor)
     return Source(weight.t() if use.kind == "conv1d" else weight, requires_grad=weight.requires_grad)
@@ -146,6 +145,13 @@ def pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear | Pivot
     return first, second
 
 
+def words_of(module: nn.Module) -> nn.Embedding:
+    """The table of an embedding, or of the low-rank pair in its place."""
+    words = module[0] if isinstance(module, nn.Sequential) else module
+    assert isinstance(words, nn.Embedding)
+    return words
+
+
 def bias_of(module: nn.Module, use: Use) -> nn.Parameter | None:
     """The bias that is added after the matrix, if any."""
     if use.kind == "linear-pair":
@@ -164,29 +170,25 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
     """The share of the model's parameters in layers that `plan` leaves out; which these are, and why."""
-    with all_split(model):
-        return _left_out(model, plan)
-
-
-def _left_out(model: nn.Module, plan: Plan) -> tuple[float, str]:
-    planned = {get_module(model, use) for site in plan.sites for use in site.uses}
-    counted = {id(p) for module in planned for p in module.parameters()}
-    modules = {item.name: model.get_submodule(item.name) for item in plan.left_out}
-    # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
-    whole = {name for name, module in modules.items() if planned.isdisjoint(module.modules())}
     sizes: dict[str, int] = {}
     names: dict[str, list[str]] = {}
-    for item in plan.left_out:
-        own = {id(p): p.numel() for p in modules[item.name].parameters(recurse=item.name in whole)}
-        size = sum(own[i] for i in own.keys() - counted)
-        counted |= own.keys()
-        sizes[item.reason] = sizes.get(item.reason, 0) + size
-        # a part of a module that is left out goes without saying
-        if size and not any(item.name.startswith(f"{name}.") for name in whole):
-            names.setdefault(item.reason, []).append(item.name)
-    share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
-    told = sorted(names, key=lambda reason: -sizes[reason])[:3]
-    return share, "; ".join(f"{listed(names[reason])} ({reason})" for reason in told)
+    with all_split(model):
+        planned = {get_module(model, use) for site in plan.sites for use in site.uses}
+        counted = {id(p) for module in planned for p in module.parameters()}
+        modules = {item.name: model.get_submodule(item.name) for item in plan.left_out}
+        # of a module around planned ones, such as a model with a matrix of its own, only what it holds itself
+        whole = {name for name, module in modules.items() if planned.isdisjoint(module.modules())}
+        for item in plan.left_out:
+            own = {id(p): p.numel() for p in modules[item.name].parameters(recurse=item.name in whole)}
+            size = sum(own[i] for i in own.keys() - counted)
+            counted |= own.keys()
+            sizes[item.reason] = sizes.get(item.reason, 0) + size
+            # a part of a module that is left out goes without saying
+            if size and not any(item.name.startswith(f"{name}.") for name in whole):
+                names.setdefault(item.reason, []).append(item.name)
+        share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+        told = sorted(names, key=lambda reason: -sizes[reason])[:3]
+        return share, "; ".join(f"{listed(names[reason])} ({reason})" for reason in told)
 
 
 def check_not_empty(plan: Plan) -> None:

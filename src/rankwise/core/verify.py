@@ -30,35 +30,39 @@ FORMS = (GatedLayer, LowRankLinear, LowRankEmbedding, LowRankHead, SelectedLinea
 
 
 class Batch:
-    """What a model is called with: given by the user, or noted at the model's first call."""
+    """What a model is called with: given by the user, or noted at the model's first call, by a hook that this is."""
 
     def __init__(self, given: Any = None) -> None:
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.is_known = False
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Positional and keyword arguments; None while nothing is known."""
         self._handle: RemovableHandle | None = None
         if given is not None:
             self.take(given)
 
     def take(self, given: Any) -> None:
         """A tensor, a tuple of positional arguments or a mapping of keyword arguments."""
-        self.is_known = True
         if isinstance(given, Mapping):
-            self.kwargs = dict(given)
+            self.inputs = (), dict(given)
         else:
-            self.args = tuple(given) if isinstance(given, tuple | list) else (given,)
+            self.inputs = tuple(given) if isinstance(given, tuple | list) else (given,), {}
 
     def first_of(self, batches: Iterable[Any]) -> Iterator[Any]:
         """`batches`, of which the first is taken if nothing is known yet."""
         for batch in batches:
-            if not self.is_known:
+            if self.inputs is None:
                 self.take(batch)
             yield batch
 
     def note(self, model: nn.Module) -> None:
         """Note what `model` is called with next, if nothing is known yet."""
-        if not self.is_known:
-            self._handle = model.register_forward_pre_hook(_Note(self), with_kwargs=True)
+        if self.inputs is None:
+            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and self._handle is not None:
+            # without what a recurrent state was computed from
+            self.inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self.stop()
 
     def stop(self) -> None:
         """Take the hook away again."""
@@ -66,59 +70,40 @@ class Batch:
             self._handle.remove()
             self._handle = None
 
-
-class _Note:
-    """A hook that notes one call. Copied or saved with a model, it does nothing."""
-
-    def __init__(self, batch: Batch | None = None) -> None:
-        self.batch = batch
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = self.batch
-        if batch is not None and not batch.is_known and not torch.compiler.is_compiling():
-            # without what a recurrent state was computed from
-            batch.args, batch.kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            batch.is_known = True
-            batch.stop()
-
-    def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
-        return _Note, ()
+    def __getstate__(self) -> dict[str, Any]:
+        # copied or saved with a model, the hook does nothing
+        return {"inputs": self.inputs, "_handle": None}
 
 
 def verify_layers(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose code does with its gated or low-rank layers what it would not do with stock layers."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, FORMS)}
-    layers = {name: module for name, module in layers.items() if not _is_inside(name, layers)}
-    is_captured = (
-        torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        and torch.cuda.is_current_stream_capturing()
-    )
-    if not batch.is_known or not layers or is_captured:
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # a part of such a layer comes after it, and is tried with it
+        if isinstance(module, FORMS) and not any(not whole or name.startswith(f"{whole}.") for whole in layers):
+            layers[name] = module
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if batch.inputs is None or not layers or is_captured:
         return
     # Accelerate puts mixed precision into a forward of the module's own
     is_mixed = torch.is_autocast_enabled() or any("forward" in vars(module) for module in model.modules())
     with _undisturbed(model):
-        found = _outputs(model, batch)
+        found = _outputs(model, *batch.inputs)
         with swapped([(layer, _stock_layer(layer)) for layer in layers.values()]):
-            expected = _outputs(model, batch)
+            expected = _outputs(model, *batch.inputs)
         # a model that cannot be called like this says nothing
         if isinstance(expected, Exception) or _are_close(found, expected, is_mixed):
             return
         wrong = []
         for name, layer in layers.items():
             with swapped([(layer, _stock_layer(layer))]):
-                if not _are_close(found, _outputs(model, batch), is_mixed):
+                if not _are_close(found, _outputs(model, *batch.inputs), is_mixed):
                     wrong.append(name)
     raise RankwiseError(
         f"The model must compute with these layers what it computes with stock layers of the same weights, but does "
         f"not: {listed(wrong or list(layers))}. Its code may ask for their type, or take them apart. Build it "
         "again and leave them out: `plan=rankwise.find_plan(model, exclude=[...])`."
     ) from (found if isinstance(found, Exception) else None)
-
-
-def _is_inside(name: str, wholes: Mapping[str, nn.Module]) -> bool:
-    parts = name.split(".")
-    return bool(name) and any(".".join(parts[:i]) in wholes for i in range(len(parts)))
 
 
 def _stock_layer(layer: nn.Module) -> nn.Module:
@@ -159,8 +144,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _outputs(model: nn.Module, batch: Batch) -> list[Tensor] | Exception:
-    """What the model gives for the batch; what it keeps and the state of random numbers are put back."""
+def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | Exception:
+    """What the model gives for its inputs; what it keeps and the state of random numbers are put back."""
     kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     buffers = {id(b): (b, b.detach().clone()) for _, _, own in kept for b in own.values() if b is not None}
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
@@ -168,7 +153,7 @@ def _outputs(model: nn.Module, batch: Batch) -> list[Tensor] | Exception:
         with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            return [tensor.clone() for tensor in _tensors(model(*batch.args, **batch.kwargs))]
+            return [tensor.clone() for tensor in _tensors(model(*args, **kwargs))]
     # the code of a stranger may raise anything
     except Exception as error:
         return error

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
-from rankwise.core.copies import copied
-from rankwise.deploy.export import FORMATS
+from rankwise.deploy.export import Format, onnx, openvino
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError, install_extra, nearest
 from rankwise.kernels.int8 import can_multiply_bytes
 from rankwise.measure import slower_than_dense, time_together
+from rankwise.swap import copied
 
 ALL = "all"
 FAST = 2.0
@@ -118,38 +118,27 @@ def _compiler_missing() -> str | None:
     return f"torch.compile needs a C++ compiler ({' or '.join(names)}). Install one, or name it in CXX."
 
 
-def _exported(format: str) -> Callable[[nn.Module, tuple[Tensor, ...]], Call]:
-    def prepare(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-        names = list(inspect.signature(model.forward).parameters)
-        given = dict(zip(names, inputs, strict=False))
-        with tempfile.TemporaryDirectory() as folder:
-            FORMATS[format].export(model, given, Path(folder) / format)
-            run = FORMATS[format].load(Path(folder) / format)
-
-        def call() -> object:
-            return run(**given)
-
-        return call
-
-    return prepare
-
-
-def _packages_missing(*names: str) -> Callable[[], str | None]:
+def _exported(about: str, format: Format) -> Engine:
     def missing() -> str | None:
-        absent = [name for name in names if find_spec(name) is None]
-        if not absent:
-            return None
-        return f"it needs {' and '.join(absent)}. {install_extra('export')}"
+        absent = [name for name in format.packages if find_spec(name) is None]
+        return f"it needs {' and '.join(absent)}. {install_extra('export')}" if absent else None
 
-    return missing
+    def prepare(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+        given = dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False))
+        with tempfile.TemporaryDirectory() as folder:
+            format.export(model, given, Path(folder) / format.name)
+            run = format.load(Path(folder) / format.name)
+        return lambda: run(**given)
+
+    return Engine(about, ("cpu",), missing, prepare)
 
 
 ENGINES: dict[str, Engine] = {
     "torch": Engine("PyTorch as it is", ("cpu", "cuda"), lambda: None, _plain),
     "compile": Engine("torch.compile", ("cpu", "cuda"), _compiler_missing, _compiled),
     "graph": Engine("PyTorch as a CUDA graph", ("cuda",), lambda: None, _graph),
-    "onnx": Engine("ONNX Runtime", ("cpu",), _packages_missing("onnx", "onnxscript", "onnxruntime"), _exported("onnx")),
-    "openvino": Engine("OpenVINO", ("cpu",), _packages_missing("openvino"), _exported("openvino")),
+    "onnx": _exported("ONNX Runtime", onnx),
+    "openvino": _exported("OpenVINO", openvino),
 }
 
 
@@ -199,7 +188,6 @@ def bench(
     config: BenchConfig,
     make_tokens: Callable[[int, int], Tensor],
     *,
-    peers: Mapping[str, nn.Module] | None = None,
     tell: Callable[[str], None] = lambda case: None,
 ) -> list[dict[str, Any]]:
     """A row for every model and case; speeds are against the first model in float32, with the same engine.
@@ -207,15 +195,10 @@ def bench(
     Args:
         models: on the CPU; the first is the dense one.
         make_tokens: from batch and length to tokens.
-        peers: models of other libraries, timed by torch in float32 on a CPU.
         tell: called with every case before it is timed.
     """
-    peers = peers or {}
-    if peers and config.device == "cuda":
-        raise RankwiseError('Models of others are timed on a CPU, but `device` is "cuda". Leave one of them out.')
-    parameters = {name: count(model) for name, model in {**models, **peers}.items()}
-    tokens = min(config.batches) * config.length
-    plain, more = _on_cpu(models, peers, tokens) if config.device == "cpu" else _on_gpu(models)
+    parameters = {name: count(model) for name, model in models.items()}
+    plain, more = _variants(models, config)
     rows = []
     for name in config.engines:
         # other engines quantize by themselves
@@ -227,24 +210,20 @@ def bench(
                 case["threads"] = num_threads
                 tell(words(case))
                 with _threads(num_threads):
-                    timed = _time(case, run, parameters, tokens_BT, config.repeats)
-                rows += [{**row, "peer": row["model"] in peers} for row in timed]
+                    rows += _time(case, run, parameters, tokens_BT, config.repeats)
     return rows
 
 
-def _on_cpu(models: Mapping[str, nn.Module], peers: Mapping[str, nn.Module], tokens: int) -> tuple[Variants, Variants]:
-    """The models that every engine runs, and those that only torch runs, made for calls of so many tokens."""
-    plain: Variants = {(name, "float32"): model.eval() for name, model in models.items()}
+def _variants(models: Mapping[str, nn.Module], config: BenchConfig) -> tuple[Variants, Variants]:
+    """The models that every engine runs, and those that only torch runs: on a GPU all run both precisions."""
+    if config.device == "cuda":
+        plain: Variants = {(name, "float32"): copied(model).cuda().eval() for name, model in models.items()}
+        return plain | {(name, "bfloat16"): Autocast(model) for (name, _), model in plain.items()}, {}
+    tokens = min(config.batches) * config.length
     more: Variants = {(name, "int8"): int8(model, tokens=tokens) for name, model in models.items()}
     if can_multiply_bfloat16():
         more |= {(name, "bfloat16"): bfloat16(model, tokens=tokens) for name, model in models.items()}
-    return plain, more | {(name, "float32"): model.eval() for name, model in peers.items()}
-
-
-def _on_gpu(models: Mapping[str, nn.Module]) -> tuple[Variants, Variants]:
-    """The same for a GPU, where every engine runs both precisions."""
-    plain: Variants = {(name, "float32"): copied(model).cuda().eval() for name, model in models.items()}
-    return plain | {(name, "bfloat16"): Autocast(model) for (name, _), model in plain.items()}, {}
+    return {(name, "float32"): model.eval() for name, model in models.items()}, more
 
 
 class Autocast(nn.Module):
@@ -260,11 +239,7 @@ class Autocast(nn.Module):
 
 
 def _time(
-    case: Mapping[str, Any],
-    models: Variants,
-    parameters: Mapping[str, int],
-    tokens_BT: Tensor,
-    repeats: int,
+    case: Mapping[str, Any], models: Variants, parameters: Mapping[str, int], tokens_BT: Tensor, repeats: int
 ) -> list[dict[str, Any]]:
     prepare = engine(case["engine"], case["device"]).prepare
     calls = {" ".join(key): prepare(model, (tokens_BT,)) for key, model in models.items()}
@@ -292,10 +267,9 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _remark(row: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
     ours, theirs = row["milliseconds"], before["milliseconds"]
     what, reason = f"{row['model']} in {row['precision']}", _reason(row, before)
-    if row["precision"] == before["precision"]:
-        line = slower_than_dense(what, ours["median"], theirs["median"], where=words(row), reason=reason)
-        if line is not None:
-            return line
+    slower = slower_than_dense(what, ours["median"], theirs["median"], where=words(row), reason=reason)
+    if slower is not None and row["precision"] == before["precision"]:
+        return slower
     # faster even if one was lucky and the other was not
     if ours["p80"] < theirs["p20"]:
         return None
@@ -312,7 +286,7 @@ def _befores(row: Mapping[str, Any], case: Sequence[Mapping[str, Any]]) -> Itera
 
     On a GPU every model can run in bfloat16, and only the dense one is compared with itself.
     """
-    if row["peer"] or row is case[0]:
+    if row is case[0]:
         return
     dense = next(other for other in case if other["precision"] == row["precision"])
     if row is not dense:

@@ -1,6 +1,6 @@
 """One-shot compression of a folder: load a model, compress it in place, measure what was lost, save it.
 
-A `Source` is what depends on the kind of folder: `SavedModel` here, `rankwise.hf.compress.PretrainedModel` for
+A `Source` is what depends on the kind of folder: `SavedModel` here, `rankwise.hf.loading.PretrainedModel` for
 transformers.
 """
 
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,24 @@ from torch import Tensor, nn
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
 from rankwise.core.plan import Plan
-from rankwise.core.targets import find_target
-from rankwise.deploy.calibration import (
+from rankwise.core.targets import Target, find_target
+from rankwise.deploy.inputs import (
     BYTES_PER_CHARACTER,
     BYTES_PER_TOKEN,
     Calibration,
     KeptBack,
     Quality,
+    Windows,
+    example_inputs,
+    positions_of,
     read_windows,
 )
-from rankwise.deploy.inputs import example_inputs, positions_of
-from rankwise.deploy.save import check_target, save_with
+from rankwise.deploy.save import check_target, save
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
+from rankwise.methods.svd import Svd
+from rankwise.methods.width import Width
 from rankwise.narrow import oneshot_method
 from rankwise.oneshot import compress, default_plan
 from rankwise.pruner import plan_for_method, size_account
@@ -60,10 +64,13 @@ class Compressed(SizeReport):
     def remarks(self) -> list[str]:
         """A line for every number of tokens with which the small model is slower than the dense one."""
         lines = []
-        for tokens, (dense, small) in self.speed.items():
-            where = f"{tokens} token{'s'[: tokens - 1]} on {self.device}"
+        for where, (dense, small) in self.named_speed().items():
             lines.append(slower_than_dense("The small model", small, dense, where=where, tolerated=TOLERATED))
         return [line for line in lines if line is not None]
+
+    def named_speed(self) -> dict[str, tuple[float, float]]:
+        """`speed` by words for what was timed, and where."""
+        return {f"{number} token{'s'[: number - 1]} on {self.device}": pair for number, pair in self.speed.items()}
 
 
 class Listener:
@@ -76,7 +83,7 @@ class Listener:
         """How far a part of the work is, see `rankwise.compress`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Data:
     """Batches of a calibration text for a model, on its device."""
 
@@ -88,16 +95,19 @@ class Data:
     notes: Sequence[str] = ()
     loss: Callable[[Any], Tensor] | Literal["sampled"] = "sampled"
 
+    @classmethod
+    def of(cls, windows: Windows, batch: Callable[[Tensor], Any], *, is_decoder: bool) -> Data:
+        """The data of some windows; `batch` makes what a model reads of one, on its device."""
+        used, shortened, kept_back = ([batch(window) for window in part] for part in windows[:3])
+        return cls(used, shortened, kept_back, is_decoder, len(windows.used[0]), windows.notes)
+
 
 class Source(ABC):
     """A model to compress: how it is loaded, how it reads a text, and how the small one is saved."""
 
-    can_load_again = True
-    """Whether `load` gives the dense model a second time."""
-
     @abstractmethod
     def load(self) -> nn.Module:
-        """The dense model, which is changed in place."""
+        """The dense model, which is changed in place; it may be asked for a second time."""
 
     @abstractmethod
     def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
@@ -153,11 +163,13 @@ def compress_folder(
         return model.to(device=find_device(device, model), dtype=dtype)
 
     model = load()
-    work = _Work(model, budget, prepare and prepare(model), method, layout, target, embeddings, exclude, listener)
+    plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
+    work = _Work(model, budget, plan, where, how, prepare and prepare(model), listener)
     first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
     best = first
-    if first.quality is not None and first.quality.is_bad and source.can_load_again:
+    if first.quality is not None and first.quality.is_bad:
         listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
         # one of the two models at a time is in memory
         del model
@@ -174,56 +186,45 @@ def compress_folder(
 
 
 class _Work:
-    """What both attempts at a model share: plan, sizes, data, and the figures of the dense model."""
+    """What both attempts at a model share: settings, sizes, and the figures of the dense model."""
 
     def __init__(
         self,
         model: nn.Module,
         budget: Budget,
+        plan: Plan,
+        target: Target,
+        method: Svd | Width,
         data: Data | None,
-        method: Literal["svd", "width"],
-        layout: Literal["pair", "pivot"] | None,
-        target: str | None,
-        embeddings: bool,
-        exclude: Sequence[str],
         listener: Listener,
     ) -> None:
-        self.data, self.method, self.layout, self.listener = data, method, layout, listener
-        self.target = find_target(target, model)
-        how = oneshot_method(method, budget, layout or self.target.layout, low_rank_only=bool(layout) or embeddings)
-        self.plan = default_plan(model, embeddings=embeddings, exclude=exclude)
-        if how.prunes_widths:
-            self.plan = plan_for_method(model, self.plan, how)
+        if isinstance(method, Width):
+            plan = plan_for_method(model, plan, method)
         if budget.latency_ms is not None:
-            budget, self.plan = size_for(model, budget, self.plan, _text(model, TIMED_TOKENS), None)
+            budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
         self.budget = budget
-        self.account = size_account(model, self.plan, how, self.target, trained=True)
+        self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
-        for line in (*(data.notes if data else ()), *_left_out(self.plan, self.account, budget)):
+        for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
             listener.say(line)
-        self.length = data.window if data else TIMED_TOKENS
-        self.kept_back = None
-        if data and data.kept_back:
-            self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
+        self.settings: dict[str, Any] = {
+            "plan": plan,
+            "method": method.name,
+            "layout": method.layout if isinstance(method, Svd) else None,
+            "target": target,
+            "progress": listener.progress,
+        }
+        self.length, self.kept_back = TIMED_TOKENS, None
+        if data is not None:
+            self.settings |= {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
+            self.length = data.window
+            if data.kept_back:
+                self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
         self.dense_times = milliseconds(model, self.length)
 
     def attempt(self, model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
         """Compress `model` in place, and measure it."""
-        given: dict[str, Any] = {}
-        if self.data is not None:
-            data = self.data
-            given = {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
-        compress(
-            *(model, self.budget),
-            plan=self.plan,
-            method=self.method,
-            layout=self.layout,
-            target=self.target,
-            in_place=True,
-            ranks=ranks,
-            progress=self.listener.progress,
-            **given,
-        )
+        compress(model, self.budget, ranks=ranks, in_place=True, **self.settings)
         times = milliseconds(model, self.length) if self.dense_times else {}
         return Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
@@ -285,28 +286,14 @@ def _readable(model: nn.Module, length: int) -> int:
     return length if most is None else min(length, most)
 
 
-def _text(model: nn.Module, length: int) -> Any:
+def _text(model: nn.Module, length: int) -> dict[str, Any]:
     """Inputs of one made-up text, on the model's device."""
-    return _on(next(model.parameters()).device, example_inputs(model, 1, _readable(model, length)))
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _on(device, each) for name, each in value.items()}
-    return tuple(_on(device, each) for each in value) if isinstance(value, tuple | list) else value
-
-
-class TextVocabulary(Protocol):
-    """What turns a text into tokens for a language model that is not one of transformers."""
-
-    @property
-    def kind(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
+    device = next(model.parameters()).device
+    inputs = example_inputs(model, 1, _readable(model, length))
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else tuple(part.to(device) for part in value)
+        for name, value in inputs.items()
+    }
 
 
 @dataclass
@@ -315,27 +302,21 @@ class SavedModel(Source):
 
     model: nn.Module | None
     """The model, the first time that it is loaded."""
-    vocabulary: TextVocabulary | None = None
-    """What a calibration text is read by; the model must be a language model then."""
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    vocabulary: Any
+    """What turns a text into tokens, for a language model (`rankwise.lab.data.vocabulary`), or None."""
+    beside: Mapping[str, Mapping[str, Any]]
     """JSON files that are written along with the model, by name."""
-    load_again: Callable[[], nn.Module] | None = None
-
-    def __post_init__(self) -> None:
-        self.can_load_again = self.load_again is not None
+    load_again: Callable[[], nn.Module]
 
     def load(self) -> nn.Module:
         model, self.model = self.model, None
-        if model is None:
-            assert self.load_again is not None
-            return self.load_again()
-        return model
+        return self.load_again() if model is None else model
 
     def check_target(self, folder: Path, overwrite: bool) -> None:
         check_target(folder, overwrite)
 
     def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
-        save_with(small.cpu(), folder, self.beside, overwrite=overwrite)
+        save(small.cpu(), folder, overwrite=overwrite, beside=self.beside)
         return []
 
     def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
@@ -355,14 +336,6 @@ class SavedModel(Source):
                     f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}."
                 )
             device = next(model.parameters()).device
-            batches, kept_back = ([window[None].to(device) for window in part] for part in windows[:2])
-            return Data(
-                batches=batches,
-                loss_batches=[batch[:, : calibration.loss_window] for batch in batches],
-                kept_back=kept_back,
-                is_decoder=True,
-                window=calibration.window,
-                notes=windows.notes,
-            )
+            return Data.of(windows, lambda window: window[None].to(device), is_decoder=True)
 
         return prepare

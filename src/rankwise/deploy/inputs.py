@@ -1,37 +1,72 @@
-"""Made-up inputs for a model, to export and time it; and what kind of model of transformers a configuration is of."""
+"""What a model reads: made-up inputs, to export and time it, and windows of a text, to calibrate and measure it.
+
+Windows lie at equal distances in the text. Compression sees most of them; those that are kept back tell what was lost.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import codecs
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError, InvalidValueError
+from rankwise.errors import CheckpointError, DataError, InvalidValueError
+from rankwise.files import not_utf8
+from rankwise.measure import call_model, evaluating
+
+BYTES_PER_TOKEN = 16
+"""More bytes than nearly every token of a text has."""
+BYTES_PER_CHARACTER = 4
+"""The most bytes that a character has in UTF-8."""
+MOST_KEPT_BACK = 16
+PERPLEXITY = "perplexity"
+ANSWERS = "perplexity of the dense model's likeliest words"
+ERROR = "relative error of the outputs"
+MUCH = {PERPLEXITY: 1.5, ANSWERS: 1.5, ERROR: 0.3}
+"""What counts as a large loss: the factor by which a perplexity grows, or the error itself."""
+LARGEST = 700.0
+"""Nats whose exponential is a number."""
 
 
 def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     """Random tokens, and a state or a mask where the model takes one, by the names of its arguments.
 
-    The model must be one of transformers that reads tokens, or offer `example_inputs(tokens)`.
+    The model must be one of transformers that reads tokens, or offer `example_inputs(tokens)`. Of several texts the
+    first is padded on the left and the second on the right.
     """
     for name, value in (("batch", batch), ("length", length)):
         if type(value) is not int or value < 1:
             raise InvalidValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
     generator = torch.Generator().manual_seed(0)
 
-    def tokens(num_words: int) -> torch.Tensor:
+    def tokens(num_words: int) -> Tensor:
         return torch.randint(0, num_words, (batch, length), generator=generator)
 
+    config: Any = getattr(model, "config", None)
     if callable(own := getattr(model, "example_inputs", None)):
-        inputs: dict[str, Any] = own(tokens(model.config.num_words))  # type: ignore[union-attr, arg-type]
+        inputs: dict[str, Any] = own(tokens(config.num_words))
         return inputs
-    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "config")):
+    if config is None or not hasattr(model, "get_input_embeddings"):
         raise CheckpointError(
             f"Inputs can be made up for language models of rankwise and of transformers, but not for a "
             f"{type(model).__name__}. Give your own."
         )
-    return _of_transformers(model, tokens, length)
+    most, num_words = positions_of(model), config.get_text_config().vocab_size
+    if most is not None and length > most:
+        raise CheckpointError(f"`length` must be at most {most} for this model, but is {length} instead.")
+    ids = tokens(num_words)
+    mask, padding = torch.ones_like(ids), length // 3
+    if batch > 1 and padding:
+        mask[0, :padding] = 0
+        mask[1, -padding:] = 0
+    more = {"decoder_input_ids": tokens(num_words)} if config.is_encoder_decoder else {}
+    return {"input_ids": ids, "attention_mask": mask, **more}
 
 
 def positions_of(model: Any) -> int | None:
@@ -43,28 +78,6 @@ def positions_of(model: Any) -> int | None:
     tables = (module for name, module in model.named_modules() if "position_embeddings" in name)
     pads = [int(table.padding_idx) for table in tables if getattr(table, "padding_idx", None) is not None]
     return positions - max(pads, default=-1) - 1
-
-
-def _of_transformers(model: Any, tokens: Any, length: int) -> dict[str, Any]:
-    config, most = model.config, positions_of(model)
-    text = config.get_text_config()
-    if most is not None and length > most:
-        raise CheckpointError(f"`length` must be at most {most} for this model, but is {length} instead.")
-    ids = tokens(text.vocab_size)
-    inputs = {"input_ids": ids, "attention_mask": _mask(ids)}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens(text.vocab_size)
-    return inputs
-
-
-def _mask(ids: torch.Tensor) -> torch.Tensor:
-    """A mask that pads the first of several texts on the left and the second on the right, but no single text."""
-    mask = torch.ones_like(ids)
-    padding = ids.shape[1] // 3
-    if len(ids) > 1 and padding:
-        mask[0, :padding] = 0
-        mask[1, -padding:] = 0
-    return mask
 
 
 def model_class(config: Any) -> Any:
@@ -79,3 +92,238 @@ def is_decoder(config: Any) -> bool:
     """Whether the model of a configuration predicts the next token of a text, or names no class."""
     kind = model_class(config)
     return not config.is_encoder_decoder and (kind is None or bool(kind.can_generate()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A text, and how much of it is read."""
+
+    file: Path
+    num_windows: int = 64
+    """Windows, at equal distances in the text. A quarter as many more are kept back, to say what was lost."""
+    window: int = 256
+    """Tokens of a window."""
+    loss_window: int = 32
+    """Tokens at the start of a window by which gradients are measured: they take far more memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_windows", "window", "loss_window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                option = " (--windows)" if name == "num_windows" else ""
+                raise InvalidValueError(
+                    f"`{name}`{option} must be a whole number of at least 1, but is {value!r} instead."
+                )
+
+    @property
+    def num_kept_back(self) -> int:
+        return max(1, min(self.num_windows // 4, MOST_KEPT_BACK))
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Special tokens that a model expects before and after every text."""
+
+    before: tuple[int, ...] = ()
+    """Such as BOS or [CLS]."""
+    after: tuple[int, ...] = ()
+    """Such as [SEP]."""
+
+    def around(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([*self.before, *tokens, *self.after], dtype=torch.long)
+
+    def shortened(self, window: Tensor, length: int) -> Tensor:
+        """The first tokens of a window, with the special tokens of the whole window."""
+        last = len(self.after)
+        if length >= len(window):
+            return window
+        return torch.cat([window[: max(length - last, 1)], window[len(window) - last :]])
+
+
+NO_TOKENS = SpecialTokens()
+
+
+def special_tokens(tokenizer: Any, config: Any) -> SpecialTokens:
+    """The special tokens that a model expects around a text: those that its tokenizer adds.
+
+    A decoder gets BOS first, which not every tokenizer adds, and nothing after a text that goes on.
+    """
+    plain, whole = (tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
+    places = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain] if plain else []
+    before, after = (tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])) if places else ((), ())
+    if config is not None and is_decoder(config):
+        text = config.get_text_config()
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else getattr(text, "bos_token_id", None)
+        known = isinstance(first, int) and 0 <= first < text.vocab_size
+        return SpecialTokens(before or ((first,) if known else ()))
+    if not before and not after and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        return SpecialTokens((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
+    return SpecialTokens(before, after)
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """From a text to its tokens, without special ones around it."""
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+class Windows(NamedTuple):
+    """Windows of a text."""
+
+    used: list[Tensor]
+    shortened: list[Tensor]
+    """The beginnings of those that are used, by which gradients are measured."""
+    kept_back: list[Tensor]
+    """They lie between the others; of a single window none is kept back."""
+    notes: list[str]
+    """What a user should know about them."""
+
+
+def read_windows(
+    encode: Callable[[str], list[int]],
+    calibration: Calibration,
+    *,
+    bytes_per_token: int = BYTES_PER_TOKEN,
+    special: SpecialTokens = NO_TOKENS,
+) -> Windows:
+    """Windows of a text for calibration, and those that are kept back."""
+    more = calibration.num_kept_back
+    wanted = calibration.num_windows + more
+    found = text_windows(encode, calibration, bytes_per_token=bytes_per_token, special=special, more=more)
+    number = len(found)
+    num_back = max(number * more // wanted, 1) if number > 1 else 0
+    places = {(2 * i + 1) * number // (2 * num_back) for i in range(num_back)}
+    used = [window for i, window in enumerate(found) if i not in places]
+    note = (
+        f"{calibration.file} holds {number} windows of {calibration.window} tokens, fewer than the {wanted} asked for: "
+        f"{len(used)} calibrate, {num_back} are kept back."
+    )
+    return Windows(
+        used=used,
+        shortened=[special.shortened(window, calibration.loss_window) for window in used],
+        kept_back=[found[i] for i in sorted(places)],
+        notes=[note] if number < wanted else [],
+    )
+
+
+def text_windows(
+    encode: Callable[[str], list[int]],
+    calibration: Calibration,
+    *,
+    bytes_per_token: int = BYTES_PER_TOKEN,
+    special: SpecialTokens = NO_TOKENS,
+    more: int = 0,
+) -> list[Tensor]:
+    """Windows of tokens at equal distances in a text, none of which overlap; of a long one only those places are read.
+
+    Args:
+        special: tokens around every window; they count as part of it.
+        more: windows beside those that `calibration` asks for. A short text may hold fewer of either.
+    """
+    wanted = calibration.num_windows + more
+    length = calibration.window - len(special.before) - len(special.after)
+    if length < 1:
+        raise DataError(
+            f"`window` must be longer than the {calibration.window - length} special tokens of the model, "
+            f"but is {calibration.window} instead."
+        )
+    span = length * bytes_per_token
+    try:
+        size = calibration.file.stat().st_size
+        with calibration.file.open("rb") as file:
+
+            def tokens(first: int, num_bytes: int) -> list[int]:
+                file.seek(first)
+                return encode(_decoded(calibration.file, file.read(num_bytes), first))
+
+            if size >= wanted * span:
+                found = [tokens(i * size // wanted, span)[:length] for i in range(wanted)]
+            else:
+                every = tokens(0, size)
+                whole = len(every) // length
+                number = min(wanted, whole)
+                starts = [i * whole // number * length for i in range(number)]
+                found = [every[start : start + length] for start in starts] or [every]
+    except OSError as error:
+        raise DataError(f"`calibration` must be a text, but {calibration.file} is not: {error.strerror}.") from None
+    windows = [special.around(window) for window in found if len(window) == length]
+    if not windows:
+        raise DataError(
+            f"`calibration` must hold at least one window of {calibration.window} tokens, but {calibration.file} has "
+            f"{max(map(len, found))}. Give a longer text, or shorter windows."
+        )
+    return windows
+
+
+def _decoded(path: Path, block: bytes, first: int) -> str:
+    """A block that begins at byte `first` of a text, without the characters that are cut at its ends."""
+    cut = 0
+    while first > 0 and cut < min(BYTES_PER_CHARACTER - 1, len(block)) and block[cut] & 0xC0 == 0x80:
+        cut += 1
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(block[cut:])
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, first + cut, error) from None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One measure of the dense model and of the small one, on windows kept back from calibration; less is better."""
+
+    measure: str
+    dense: float
+    small: float
+    windows: int
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether so much was lost that other ranks are worth a try."""
+        return self.small > MUCH[self.measure] * (1.0 if self.measure == ERROR else self.dense)
+
+    def __str__(self) -> str:
+        both = f"{self.small:.4g}" if self.measure == ERROR else f"{self.dense:.4g} dense, {self.small:.4g} small"
+        return f"{self.measure} {both} on {self.windows} windows kept back"
+
+
+class KeptBack:
+    """Windows that calibration does not see. They measure a decoder by the text, and other models by the dense one."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any], *, is_decoder: bool) -> None:
+        self.batches, self.measure = batches, PERPLEXITY
+        if is_decoder:
+            texts = (batch["input_ids"] if isinstance(batch, Mapping) else batch for batch in batches)
+            self.wanted = [text[:, 1:] for text in texts]
+        else:
+            self.wanted = [answer.cpu() for answer in self._answers(model, likeliest=True)]
+            self.measure = ERROR if self.wanted[0].is_floating_point() else ANSWERS
+        self.dense = self.measured(model)
+
+    def quality(self, small: nn.Module) -> Quality:
+        """The small model beside the dense one."""
+        return Quality(self.measure, self.dense, self.measured(small), len(self.batches))
+
+    def measured(self, model: nn.Module) -> float:
+        """The measure of a model, on the device where it is."""
+        total, number = 0.0, 0.0
+        for wanted, answer in zip(self.wanted, self._answers(model), strict=True):
+            answer, wanted = answer.float(), wanted.to(answer.device)
+            if self.measure == ERROR:
+                total += (answer - wanted.float()).square().sum().item()
+                number += wanted.float().square().sum().item()
+            else:
+                # of a decoder all but the last position say what comes next
+                logits = answer[:, : wanted.shape[1]].flatten(0, 1)
+                total += F.cross_entropy(logits, wanted.flatten(), reduction="sum").item()
+                number += wanted.numel()
+        if self.measure == ERROR:
+            return math.sqrt(total / number) if number else 0.0
+        mean = total / max(number, 1)
+        # NaN counts as the worst
+        return math.exp(min(mean, LARGEST)) if math.isfinite(mean) else math.inf
+
+    def _answers(self, model: nn.Module, *, likeliest: bool = False) -> Iterator[Tensor]:
+        with torch.inference_mode(), evaluating(model):
+            for batch in self.batches:
+                output = call_model(model, batch)
+                answer = output.logits if hasattr(output, "logits") else output[0]
+                words = getattr(getattr(model, "config", None), "vocab_size", None)
+                yield answer.argmax(-1) if likeliest and answer.shape[-1] == words else answer

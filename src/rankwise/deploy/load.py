@@ -1,47 +1,45 @@
-"""Loading a compact model: a dense skeleton takes on the saved structure and the saved weights."""
+"""Loading a compact model: a dense skeleton takes on the saved structure and the saved weights.
+
+Everything that a folder says is checked before the skeleton changes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.architectures import build, from_description
-from rankwise.deploy.format import Saved, check_files, check_masks, damaged, read_structure, read_tensors
-from rankwise.deploy.save import STRUCTURE, dtype_name
+from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, WEIGHTS, dtype_name
 from rankwise.deploy.structure import (
     Head,
     Layer,
-    computed_of,
+    SavedLayers,
+    Slot,
+    checking,
+    damaged,
     layer_of,
+    misfit,
     role_of,
-    tensors_of,
+    slots,
     walk,
 )
-from rankwise.errors import CheckpointError, InvalidTypeError
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from rankwise.files import FILES, check_file
 from rankwise.modules import embedding, joined
 from rankwise.split import splitting
 from rankwise.swap import become
 
 SHOWN = 5
 """Differences that an error names."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in the model where a tensor goes."""
-
-    name: str
-    module: nn.Module
-    key: str
-    holds: Tensor
 
 
 def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
@@ -56,17 +54,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
-    path = Path(folder)
-    saved = read_structure(path, verify)
-    skeleton = _empty(path, saved) if skeleton is None else skeleton
-    # attention and recurrent modules whose layers were pruned
-    with splitting(skeleton, saved.layers):
-        instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
-        slots = _slots(saved, skeleton, instead)
-        check_files(path, saved)
-        values = read_tensors(path, saved)
-        check_masks(path, saved, values)
-    return _filled(saved, skeleton, slots, instead, values)
+    return _Folder(Path(folder), verify).load(skeleton, with_weights=True)
 
 
 def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
@@ -74,61 +62,160 @@ def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
 
     Its architecture must be one of rankwise's own. The file of weights is not read.
     """
-    path = Path(folder)
-    saved = read_structure(path)
-    skeleton = _empty(path, saved)
-    instead = replacements(saved.layers, skeleton, {*saved.tensors, *saved.tied})
-    slots = _slots(saved, skeleton, instead)
-    try:
-        values = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, shape) in saved.tensors.items()
-        }
-    except (AttributeError, TypeError, RuntimeError) as error:
-        raise damaged(path / STRUCTURE, str(error)) from None
-    return _filled(saved, skeleton, slots, instead, values)
-
-
-def _filled(
-    saved: Saved, skeleton: nn.Module, slots: list[Slot], instead: dict[int, nn.Module], values: dict[str, Tensor]
-) -> nn.Module:
-    """The skeleton, which takes on the saved layers and tensors."""
-    placed = _place(saved, slots, values)
-    casts = list(_casts(saved, skeleton, slots))
-
-    for slot in slots:
-        # by attribute: in older versions of torch a recurrent layer lists its weights beside the registry
-        setattr(slot.module, slot.key, placed[saved.stored_as(slot.name)])
-    for module, key, buffer in casts:
-        setattr(module, key, buffer)
-    for module in list({id(module): module for _, module in walk(skeleton)}.values()):
-        if id(module) in instead:
-            become(module, instead[id(module)])
-    families.changed(skeleton)
-    return skeleton
+    return _Folder(Path(folder), verify=True).load(None, with_weights=False)
 
 
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The dense model that a saved one of ours was pruned from, with fresh weights: as large and as slow."""
-    path = Path(folder)
-    return build(_dense_config(path, read_structure(path)))
+    return _Folder(Path(folder), verify=True).dense_model()
 
 
-def _empty(folder: Path, saved: Saved) -> nn.Module:
-    with torch.device("meta"):
-        return build(_dense_config(folder, saved))
+class _Folder:
+    """A folder that `rankwise.save` wrote, and what its `rankwise.json` says."""
 
+    def __init__(self, path: Path, verify: bool) -> None:
+        self.path, self.structure, self.weights = path, path / STRUCTURE, path / WEIGHTS
+        entry = self._read_json()
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
+            raise CheckpointError(
+                f"{self.structure} must say that a rankwise model is here, but does not. "
+                "Give a folder that `rankwise.save` wrote."
+            )
+        saved = SavedLayers.read(entry, self.structure, verify)
+        self.layers, self.tied, self.files = saved.layers, saved.tied, saved.files or {}
+        # a folder chooses no other place to read
+        if saved.files is not None and not {WEIGHTS} <= saved.files.keys() <= {WEIGHTS, *OF_RUN}:
+            raise damaged(self.structure, f"`{FILES}` names {', '.join(saved.files) or 'nothing'}")
+        try:
+            self.tensors = {
+                name: (str(t["dtype"]), [int(n) for n in t["shape"]]) for name, t in entry["tensors"].items()
+            }
+            self.computed = {str(name): _floating_dtype(dtype) for name, dtype in entry["computed"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(self.structure, error) from None
+        self.dense: dict[str, Any] | None = entry.get("dense")
 
-def _dense_config(folder: Path, saved: Saved) -> Any:
-    if saved.dense is None:
-        raise CheckpointError(
-            f"A model of your own needs its `skeleton`, but none was given for {folder}. "
-            "Build the dense model and pass it: load(folder, build())."
-        )
-    try:
-        return from_description(saved.dense)
-    except (CheckpointError, TypeError) as error:
-        raise damaged(folder / STRUCTURE, str(error)) from None
+    def _read_json(self) -> Any:
+        for path in (self.structure, self.weights):
+            if not path.is_file():
+                raise CheckpointError(
+                    f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {self.path} has no {path.name}. "
+                    "Give a folder that `rankwise.save` wrote."
+                )
+        try:
+            return json.loads(self.structure.read_bytes())
+        except (ValueError, RecursionError, OSError) as error:
+            raise damaged(self.structure, error) from None
+
+    def dense_model(self) -> nn.Module:
+        if self.dense is None:
+            raise CheckpointError(
+                f"A model of your own needs its `skeleton`, but none was given for {self.path}. "
+                "Build the dense model and pass it: load(folder, build())."
+            )
+        try:
+            return build(from_description(self.dense))
+        except (CheckpointError, TypeError) as error:
+            raise damaged(self.structure, error) from None
+
+    def load(self, skeleton: nn.Module | None, *, with_weights: bool) -> nn.Module:
+        if skeleton is None:
+            with torch.device("meta"):
+                skeleton = self.dense_model()
+        # attention and recurrent modules whose layers were pruned
+        with splitting(skeleton, self.layers):
+            instead = replacements(self.layers, skeleton, {*self.tensors, *self.tied})
+            places = self._places(skeleton, instead)
+            values = self._read_tensors(places) if with_weights else self._empty_tensors()
+        placed = self._placed(places, values)
+        casts = list(self._casts(skeleton))
+
+        for slot in places:
+            # by attribute: in older versions of torch a recurrent layer lists its weights beside the registry
+            setattr(slot.module, slot.key, placed[self._stored_as(slot)])
+        for slot in casts:
+            setattr(slot.module, slot.key, slot.holds)
+        for module in list({id(module): module for _, module in walk(skeleton)}.values()):
+            if id(module) in instead:
+                become(module, instead[id(module)])
+        families.changed(skeleton)
+        return skeleton
+
+    def _stored_as(self, slot: Slot) -> str:
+        """The name under which the tensor of a place is stored."""
+        return self.tied.get(slot.name, slot.name)
+
+    def _places(self, skeleton: nn.Module, instead: dict[int, nn.Module]) -> list[Slot]:
+        """Where each saved tensor goes; refuses a skeleton with other tensors than the saved model."""
+        places = list(slots(skeleton, instead))
+        misfits: list[str] = []
+        names: dict[tuple[int, str], str] = {}
+        for slot in places:
+            stored = self._stored_as(slot)
+            if stored not in self.tensors:
+                misfits.append(f"{slot.name} is in the skeleton, but was not saved")
+            elif list(slot.holds.shape) != (shape := self.tensors[stored][1]):
+                misfits.append(f"{slot.name} was saved as {shape}, but is {list(slot.holds.shape)} in the skeleton")
+            elif (one := names.setdefault((id(slot.module), slot.key), stored)) != stored:
+                misfits.append(f"{slot.name} and {one} were saved apart, but are one in the skeleton")
+        present = {slot.name for slot in places}
+        missing = (name for name in (*self.tensors, *self.tied) if name not in present)
+        misfits += [f"{name} was saved, but is not in the skeleton" for name in missing]
+        lost = (slot.name for slot in slots(skeleton, computed=True) if slot.holds.is_meta)
+        misfits += [f"{name} is on the meta device and is not saved" for name in lost]
+        _refuse(misfits)
+        return places
+
+    def _read_tensors(self, places: list[Slot]) -> dict[str, Tensor]:
+        """The saved tensors by name, which must be those that the folder lists, and fit where they go."""
+        for name in self.files:
+            with checking(self.path / name):
+                check_file(self.path / name, self.files)
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                # a tensor as it comes is a window on the file, which may change later
+                values = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.weights, error) from None
+        found = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in values.items()}
+        for name in sorted(found.keys() | self.tensors.keys()):
+            one, other = found.get(name, "missing"), self.tensors.get(name, "nothing")
+            if one != other:
+                raise damaged(self.weights, f"{name} is {one}, but {STRUCTURE} says {other}")
+        for slot in places:
+            if wrong := misfit(slot.name.rpartition(".")[0], slot.module, slot.key, values[self._stored_as(slot)]):
+                raise damaged(self.weights, wrong)
+        return values
+
+    def _empty_tensors(self) -> dict[str, Tensor]:
+        try:
+            return {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                for name, (dtype, shape) in self.tensors.items()
+            }
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise damaged(self.structure, error) from None
+
+    def _placed(self, places: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each tensor as its first place wants it: a parameter or a buffer, on the right device."""
+        placed: dict[str, Tensor] = {}
+        for slot in places:
+            name = self._stored_as(slot)
+            if name not in placed:
+                value = values.pop(name)
+                value = value if slot.holds.is_meta else value.to(slot.holds.device)
+                if isinstance(slot.holds, nn.Parameter):
+                    trainable = value.is_floating_point() or value.is_complex()
+                    value = nn.Parameter(value, trainable and slot.holds.requires_grad)
+                placed[name] = value
+        return placed
+
+    def _casts(self, skeleton: nn.Module) -> Iterator[Slot]:
+        """Buffers that are not saved, in the dtypes that they had in the saved model."""
+        for slot in slots(skeleton, computed=True):
+            dtype = self.computed.get(slot.name)
+            if dtype is not None and slot.holds.is_floating_point():
+                yield slot._replace(holds=slot.holds.to(dtype))
 
 
 def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collection[str] = ()) -> dict[int, nn.Module]:
@@ -165,11 +252,10 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collectio
         if id(module) not in instead and (layer_of(module) != layer or _is_renamed(name, module, names)):
             try:
                 instead[id(module)] = _scaled(layer.build(next(module.parameters()), find), module)
-            except CheckpointError as error:
-                misfits.append(f"{name or 'the model'} was saved as {layer}, but {error}")
             # a damaged structure may ask for anything
-            except Exception:
-                misfits.append(f"{name or 'the model'} was saved as {layer}, but there can be no such layer")
+            except Exception as error:
+                why = error if isinstance(error, CheckpointError) else "there can be no such layer"
+                misfits.append(f"{name or 'the model'} was saved as {layer}, but {why}")
     _refuse(misfits)
     return instead
 
@@ -188,62 +274,8 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
 
 def _is_renamed(name: str, pair: nn.Module, names: Collection[str]) -> bool:
     """Whether a pair of the skeleton's shape was rebuilt: its layers, whatever they were called, are 0 and 1 then."""
-    first = f"{name}.0.weight" if name else "0.weight"
+    first = f"{name}.0.weight".lstrip(".")
     return isinstance(pair, nn.Sequential) and "0" not in pair._modules and first in names
-
-
-def _slots(saved: Saved, skeleton: nn.Module, instead: dict[int, nn.Module]) -> list[Slot]:
-    """Where each saved tensor goes; refuses a skeleton with other tensors than the saved model."""
-    slots = list(_places(skeleton, instead))
-    misfits: list[str] = []
-    names: dict[tuple[int, str], str] = {}
-    for slot in slots:
-        stored = saved.stored_as(slot.name)
-        if stored not in saved.tensors:
-            misfits.append(f"{slot.name} is in the skeleton, but was not saved")
-        elif list(slot.holds.shape) != (shape := saved.tensors[stored][1]):
-            misfits.append(f"{slot.name} was saved as {shape}, but is {list(slot.holds.shape)} in the skeleton")
-        elif (one := names.setdefault((id(slot.module), slot.key), stored)) != stored:
-            misfits.append(f"{slot.name} and {one} were saved apart, but are one in the skeleton")
-    present = {slot.name for slot in slots}
-    missing = (name for name in (*saved.tensors, *saved.tied) if name not in present)
-    misfits += [f"{name} was saved, but is not in the skeleton" for name in missing]
-    misfits += [f"{name} is on the meta device and is not saved" for name in _lost(skeleton)]
-    _refuse(misfits)
-    return slots
-
-
-def _places(skeleton: nn.Module, instead: dict[int, nn.Module]) -> Iterator[Slot]:
-    for prefix, module in walk(skeleton, instead):
-        for key, tensor in tensors_of(module):
-            yield Slot(f"{prefix}.{key}" if prefix else key, module, key, tensor)
-
-
-def _lost(skeleton: nn.Module) -> Iterator[str]:
-    """Buffers that nothing will fill."""
-    for prefix, module in walk(skeleton):
-        for key, buffer in computed_of(module):
-            if buffer.is_meta:
-                yield f"{prefix}.{key}" if prefix else key
-
-
-def _casts(saved: Saved, skeleton: nn.Module, slots: list[Slot]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Buffers that are not saved, in the dtypes that they had in the saved model."""
-    instead = None if saved.computed is not None else _dtype_of_all(saved, skeleton, slots)
-    for prefix, module in walk(skeleton):
-        for key, buffer in computed_of(module):
-            dtype = (saved.computed or {}).get(f"{prefix}.{key}" if prefix else key, instead)
-            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                yield module, key, buffer.to(dtype)
-
-
-def _dtype_of_all(saved: Saved, skeleton: nn.Module, slots: list[Slot]) -> torch.dtype | None:
-    """The one dtype of the saved parameters, where those of the skeleton have another: the model was cast."""
-    names = {saved.tensors[saved.stored_as(slot.name)][0] for slot in slots if isinstance(slot.holds, nn.Parameter)}
-    if len(names) != 1 or names == {dtype_name(parameter.dtype) for parameter in skeleton.parameters()}:
-        return None
-    dtype: torch.dtype = getattr(torch, names.pop())
-    return dtype if dtype.is_floating_point else None
 
 
 def _refuse(misfits: list[str]) -> None:
@@ -255,16 +287,8 @@ def _refuse(misfits: list[str]) -> None:
         )
 
 
-def _place(saved: Saved, slots: list[Slot], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor as its first slot wants it: a parameter or a buffer, on the right device."""
-    placed: dict[str, Tensor] = {}
-    for slot in slots:
-        name = saved.stored_as(slot.name)
-        if name not in placed:
-            value = values.pop(name)
-            value = value if slot.holds.is_meta else value.to(slot.holds.device)
-            if isinstance(slot.holds, nn.Parameter):
-                trainable = value.is_floating_point() or value.is_complex()
-                value = nn.Parameter(value, trainable and slot.holds.requires_grad)
-            placed[name] = value
-    return placed
+def _floating_dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidValueError(f"a dtype must be a floating one of torch, but is {name!r}")
+    return dtype

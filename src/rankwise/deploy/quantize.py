@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.adapters import families
-from rankwise.core.copies import copied
 from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8 import Int8Linear, can_multiply_bytes
 from rankwise.lazy import lazy_weight
 from rankwise.modules import LowRankHead, LowRankLinear
+from rankwise.swap import copied
 
 TOKENS = 128
 """Tokens of a call, where nobody says how many."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.architectures import describe
 from rankwise.deploy.quantize import check_unrounded
-from rankwise.deploy.structure import computed_of, layers_of, tensors_of, to_json, walk
+from rankwise.deploy.structure import VERSION, layers_of, slots, ties_of, to_json, walk
 from rankwise.errors import CheckpointError, InvalidTypeError, RankwiseError
 from rankwise.files import reason, sealed, sync, write_json, write_tensors
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
-VERSION = 2
 WEIGHTS = "model.safetensors"
 STRUCTURE = "rankwise.json"
 OF_RUN = ("experiment.json", "vocabulary.json")
@@ -38,37 +37,33 @@ OF_RUN = ("experiment.json", "vocabulary.json")
 
 
 def save(
-    model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False, check_finite: bool = True
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    check_finite: bool = True,
+    beside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write a compact model into a new folder; `rankwise.load` reads it back.
 
     The folder appears only when it is complete. With `overwrite`, an earlier saved model of that name is replaced by
     the new one at the very end; whatever goes wrong before leaves it as it was. Parameters that are NaN or infinite are
-    refused unless `check_finite` is False; buffers, such as masks of -inf, may hold anything.
+    refused unless `check_finite` is False; buffers, such as masks of -inf, may hold anything. `beside` are JSON files
+    of a run that are written along with the model, by name.
     """
-    save_with(model, folder, {}, overwrite=overwrite, check_finite=check_finite)
-
-
-def save_with(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    beside: Mapping[str, Mapping[str, Any]],
-    *,
-    overwrite: bool = False,
-    check_finite: bool = True,
-) -> None:
-    """`save`, and JSON files `beside` the model, by name."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     check_unrounded(model)
-    stored, tied = _distinct(model)
+    tied = ties_of(model)
+    stored = {name: tensor for name, _, _, tensor in slots(model) if name not in tied}
+    _check(model, stored)
     if check_finite:
         refuse_nonfinite({name: tensor for name, tensor in stored.items() if isinstance(tensor, nn.Parameter)})
     structure = _described(model, stored, tied)
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
-        for name, content in beside.items():
+        for name, content in (beside or {}).items():
             write_json(unfinished / name, content)
         try:
             write_tensors(unfinished / WEIGHTS, stored)
@@ -84,51 +79,50 @@ def save_with(
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name `target`, or takes the place of the folder there, when it is complete."""
-    with _parents(target):
-        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    missing = [folder for folder in target.parents if not folder.exists()]
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
         try:
-            unfinished.mkdir()
-            yield unfinished
-            _put(unfinished, target)
-        except (OSError, SafetensorError) as error:
-            # what else goes wrong is no matter of the place, and says for itself what it is
-            if isinstance(error, RankwiseError):
-                raise
+            unfinished.mkdir(parents=True)
+        except OSError as error:
             raise CheckpointError(
-                f"The model must be written whole to {target}, but that failed: {reason(error)}. "
-                "Nothing was changed; free some space or choose another place."
+                f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. "
+                "Choose another place."
             ) from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        yield unfinished
+        _put(unfinished, target)
+    except (OSError, SafetensorError) as error:
+        # what else goes wrong is no matter of the place, and says for itself what it is
+        if isinstance(error, RankwiseError):
+            raise
+        raise CheckpointError(
+            f"The model must be written whole to {target}, but that failed: {reason(error)}. "
+            "Nothing was changed; free some space or choose another place."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for folder in missing:
+            # which fails where the model is now
+            with suppress(OSError):
+                folder.rmdir()
 
 
-def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once, under its first name; and that name for every other."""
-    stored: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for prefix, module in walk(model):
+def _check(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    for name, module in walk(model):
         if isinstance(module, GatedLayer):
             raise CheckpointError(
-                f"A saved model must be compact, but {prefix or 'the model'} is gated. "
+                f"A saved model must be compact, but {name or 'the model'} is gated. "
                 "Save what `pruner.compact()` returns."
             )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                f"A saved model must be made of tensors, but {prefix or 'the model'} ({type(module).__name__}) has "
+                f"A saved model must be made of tensors, but {name or 'the model'} ({type(module).__name__}) has "
                 "extra state. Keep it in a buffer."
             )
-        for key, tensor in tensors_of(module):
-            name = f"{prefix}.{key}" if prefix else key
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                what = "is on the meta device" if tensor.is_meta else f"is {tensor.layout}"
-                raise CheckpointError(f"A saved tensor must hold plain data, but {name} {what}. Fill it first.")
-            if id(tensor) in first:
-                tied[name] = first[id(tensor)]
-            else:
-                first[id(tensor)] = name
-                stored[name] = tensor
-    return stored, tied
+    for name, tensor in stored.items():
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            what = "is on the meta device" if tensor.is_meta else f"is {tensor.layout}"
+            raise CheckpointError(f"A saved tensor must hold plain data, but {name} {what}. Fill it first.")
 
 
 def refuse_nonfinite(parameters: Mapping[str, Tensor]) -> None:
@@ -163,9 +157,8 @@ def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]
         "tensors": tensors,
         "tied": tied,
         "computed": {
-            f"{prefix}.{key}" if prefix else key: dtype_name(buffer.dtype)
-            for prefix, module in walk(model)
-            for key, buffer in computed_of(module)
+            name: dtype_name(buffer.dtype)
+            for name, _, _, buffer in slots(model, computed=True)
             if buffer.is_floating_point()
         },
     }
@@ -199,24 +192,6 @@ def _not_ours(folder: Path) -> str | None:
     own = (WEIGHTS, STRUCTURE, *(OF_RUN if (folder / STRUCTURE).is_file() else ()))
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
     return f"also holds {others[0]}" if others else None
-
-
-@contextmanager
-def _parents(target: Path) -> Iterator[None]:
-    """Make the folders above `target`; unmake them if it does not come to be."""
-    missing = [folder for folder in target.parents if not folder.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        for folder in missing:
-            if folder.exists() and not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. Choose another place."
-        ) from error
 
 
 def _put(finished: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 It is read from the model alone, which bears no trace of pruning. A layer has a role in the model (its inputs, outputs
 and bias), which pruning never changes, and a form (one matrix, two factors, selected inputs), which it may.
+`rankwise.json` and the entry `quantization_config` in the `config.json` of transformers hold it in the same words.
 """
 
 from __future__ import annotations
@@ -9,30 +10,24 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import CheckpointError, InvalidValueError
+from rankwise.deploy.fuse import check_not_fused
+from rankwise.errors import CheckpointError
+from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
+
+VERSION, UNSEALED = 2, 1
+"""The version of both formats, and the last one without checksums."""
+ENTRY = "The `quantization_config` in config.json"
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a layer does for the model around it."""
-
-    name: str
-    size: tuple[int, int]
-    bias: bool = False
-
-    def __str__(self) -> str:
-        first, second = self.size
-        return f"{self.name} {first} -> {second}{' with bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +38,8 @@ class Layer(ABC):
 
     @property
     @abstractmethod
-    def role(self) -> Role:
-        """What the layer does, whatever its form."""
+    def role(self) -> str:
+        """What the layer does for the model around it, whatever its form."""
 
     @abstractmethod
     def build(self, like: Tensor, find: Find) -> nn.Module:
@@ -62,11 +57,11 @@ class Linear(Layer):
     bias: bool
 
     @property
-    def role(self) -> Role:
-        return Role("linear", (self.inputs, self.outputs), self.bias)
+    def role(self) -> str:
+        return f"linear {self.inputs} -> {self.outputs}{' with bias' if self.bias else ''}"
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
-        return linear(_waiting(like, self.outputs, self.inputs), _bias(like, self.outputs, self.bias))
+        return _factor(like, self.outputs, self.inputs, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +69,19 @@ class LowRankLinear(Linear):
     """`rankwise.modules.LowRankLinear` of two stock layers."""
 
     kind = "low_rank_linear"
+    pivot: ClassVar[bool] = False
     rank: int
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         first = linear(_waiting(like, self.rank, self.inputs), None)
-        return joined(first, linear(_waiting(like, self.outputs, self.rank), _bias(like, self.outputs, self.bias)))
+        return joined(first, _factor(like, self.outputs, self.rank, bias=self.bias, pivot=self.pivot))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PivotPair(LowRankLinear):
     """`rankwise.modules.LowRankLinear` whose second layer is a `PivotLinear`."""
 
-    kind = "pivot_linear"
-
-    def build(self, like: Tensor, find: Find) -> nn.Module:
-        first = linear(_waiting(like, self.rank, self.inputs), None)
-        return joined(first, _pivot(like, self.outputs, self.rank, _bias(like, self.outputs, self.bias)))
+    kind, pivot = "pivot_linear", True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +93,8 @@ class Selected(Linear):
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         mask = torch.arange(self.inputs, device=None if like.is_meta else like.device) < self.kept
-        return SelectedLinear(_waiting(like, self.outputs, self.kept), mask, _bias(like, self.outputs, self.bias))
+        bias = _waiting(like, self.outputs) if self.bias else None
+        return SelectedLinear(_waiting(like, self.outputs, self.kept), mask, bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,32 +102,27 @@ class Head(Linear):
     """`rankwise.modules.LowRankHead`."""
 
     kind = "low_rank_head"
+    pivot: ClassVar[bool] = False
     rank: int
     embedding: str | None
     """Name of the embedding it is tied to; None where the head alone holds it."""
     projection: str | None
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
-        words = (
-            embedding(_waiting(like, self.outputs, self.rank), None) if self.embedding is None else find(self.embedding)
+        words = find(self.embedding) if self.embedding else embedding(_waiting(like, self.outputs, self.rank), None)
+        projection = (
+            find(self.projection) if self.projection else _factor(like, self.inputs, self.rank, pivot=self.pivot)
         )
-        projection = self._projection(like) if self.projection is None else find(self.projection)
         if not isinstance(words, nn.Embedding) or not isinstance(projection, nn.Linear | PivotLinear):
             raise CheckpointError(f"{self.embedding} and {self.projection} are {words} and {projection}")
-        return LowRankHead(words, projection, _bias(like, self.outputs, self.bias))
-
-    def _projection(self, like: Tensor) -> nn.Module:
-        return linear(_waiting(like, self.inputs, self.rank), None)
+        return LowRankHead(words, projection, _waiting(like, self.outputs) if self.bias else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PivotHead(Head):
     """The same with a `rankwise.modules.PivotLinear` of its own as projection."""
 
-    kind = "pivot_head"
-
-    def _projection(self, like: Tensor) -> nn.Module:
-        return _pivot(like, self.inputs, self.rank, None)
+    kind, pivot = "pivot_head", True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +133,8 @@ class Embedding(Layer):
     padding_idx: int | None
 
     @property
-    def role(self) -> Role:
-        return Role("embedding", (self.words, self.width))
+    def role(self) -> str:
+        return f"embedding {self.words} -> {self.width}"
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         return embedding(_waiting(like, self.words, self.width), self.padding_idx)
@@ -157,31 +145,26 @@ class LowRankEmbedding(Embedding):
     """`rankwise.modules.LowRankEmbedding` of two stock layers."""
 
     kind = "low_rank_embedding"
+    pivot: ClassVar[bool] = False
     rank: int
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         words = embedding(_waiting(like, self.words, self.rank), self.padding_idx)
-        return joined(words, linear(_waiting(like, self.width, self.rank), None))
+        return joined(words, _factor(like, self.width, self.rank, pivot=self.pivot))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PivotEmbedding(LowRankEmbedding):
     """`rankwise.modules.LowRankEmbedding` whose second layer is a `PivotLinear`."""
 
-    kind = "pivot_embedding"
-
-    def build(self, like: Tensor, find: Find) -> nn.Module:
-        words = embedding(_waiting(like, self.words, self.rank), self.padding_idx)
-        return joined(words, _pivot(like, self.width, self.rank, None))
+    kind, pivot = "pivot_embedding", True
 
 
-KINDS: dict[str, type[Layer]] = {
-    layer.kind: layer
-    for layer in (
-        *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
-        *(Embedding, LowRankEmbedding, PivotEmbedding),
-    )
-}
+FORMS: tuple[type[Layer], ...] = (
+    *(Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead),
+    *(Embedding, LowRankEmbedding, PivotEmbedding),
+)
+KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in FORMS}
 
 
 def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
@@ -189,51 +172,60 @@ def _waiting(like: Tensor, *shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty((), device=like.device).expand(shape), like.requires_grad)
 
 
-def _pivot(like: Tensor, outputs: int, rank: int, bias: nn.Parameter | None) -> PivotLinear:
+def _factor(
+    like: Tensor, outputs: int, inputs: int, *, bias: bool = False, pivot: bool = False
+) -> nn.Linear | PivotLinear:
+    offset = _waiting(like, outputs) if bias else None
+    if not pivot:
+        return linear(_waiting(like, outputs, inputs), offset)
     places = torch.arange(outputs, dtype=torch.int32, device=None if like.is_meta else like.device)
-    return PivotLinear(_waiting(like, outputs - rank, rank), places, bias)
+    return PivotLinear(_waiting(like, outputs - inputs, inputs), places, offset)
 
 
-def _bias(like: Tensor, size: int, wanted: bool) -> nn.Parameter | None:
-    return _waiting(like, size) if wanted else None
+class Slot(NamedTuple):
+    """A place in a model where a tensor lies."""
+
+    name: str
+    module: nn.Module
+    key: str
+    holds: Tensor
 
 
 def walk(model: nn.Module, instead: Mapping[int, nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module under every name it has, parents first; `instead` names some that stand for others, by identity."""
-    stands = instead or {}
     queue = [("", model)]
     while queue:
         name, found = queue.pop()
-        module = stands.get(id(found), found)
+        module = (instead or {}).get(id(found), found)
         yield name, module
-        children = [
-            (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
-        ]
+        children = [(f"{name}.{key}".lstrip("."), child) for key, child in module._modules.items() if child is not None]
         queue.extend(reversed(children))
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and persistent buffers that `module` itself holds."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield name, tensor
+def slots(
+    model: nn.Module, instead: Mapping[int, nn.Module] | None = None, *, computed: bool = False
+) -> Iterator[Slot]:
+    """Parameters and persistent buffers; with `computed`, the buffers that a model computes when it is built."""
+    for prefix, module in walk(model, instead):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (key in module._non_persistent_buffers_set) == computed:
+                yield Slot(f"{prefix}.{key}".lstrip("."), module, key, tensor)
 
 
-def computed_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that `module` itself holds and computes again whenever it is built: they are not saved."""
-    for name in sorted(module._non_persistent_buffers_set):
-        buffer = module._buffers.get(name)
-        if buffer is not None:
-            yield name, buffer
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """For every name of a tensor but the first, that first name."""
+    first: dict[int, str] = {}
+    return {s.name: first[id(s.holds)] for s in slots(model) if first.setdefault(id(s.holds), s.name) != s.name}
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Every layer of `model` that pruning could have made, under every name it has."""
+    check_not_fused(model)
     modules = dict(walk(model))
     layers = {name: layer for name, module in modules.items() if (layer := layer_of(module)) is not None}
     wholes = [name for name, layer in layers.items() if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
     inside = {f"{whole}.{child}".lstrip(".") for whole in wholes for child in modules[whole]._modules}
-    heads = {name for name, layer in layers.items() if isinstance(layer, Head)}
+    heads = {name: layer for name, layer in layers.items() if isinstance(layer, Head)}
 
     def outside(part: nn.Embedding | nn.Linear | PivotLinear) -> str | None:
         if isinstance(part, PivotLinear):
@@ -241,12 +233,12 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
         alike = (name for name, module in modules.items() if module._parameters.get("weight") is part.weight)
         return next((name for name in alike if name.rpartition(".")[0] not in heads), None)
 
-    for name in heads:
-        head, layer = modules[name], layers[name]
+    for name, layer in heads.items():
+        head = modules[name]
         assert isinstance(head, LowRankHead)
-        assert isinstance(layer, Head)
-        words, projection = outside(head.embedding), outside(head.projection)
-        layers[name] = dataclasses.replace(layer, embedding=words, projection=projection)
+        layers[name] = dataclasses.replace(
+            layer, embedding=outside(head.embedding), projection=outside(head.projection)
+        )
     return {name: layer for name, layer in layers.items() if name not in inside}
 
 
@@ -268,40 +260,45 @@ def layer_of(module: nn.Module) -> Layer | None:
         words, width = module.weight.shape
         return Embedding(words=words, width=width, padding_idx=module.padding_idx)
     if runs_in_order(module) and isinstance(module, nn.Sequential) and len(module) == 2:
-        if isinstance(module[1], PivotLinear):
-            return _pivot_pair_of(layer_of(module[0]), module[1])
-        return _pair_of(layer_of(module[0]), layer_of(module[1]))
+        return _pair_of(*module)
     return None
 
 
-def _pivot_pair_of(first: Layer | None, second: PivotLinear) -> Layer | None:
-    rank, outputs, bias = second.in_features, second.out_features, second.bias is not None
-    if type(first) is Linear and not first.bias and first.outputs == rank:
-        return PivotPair(inputs=first.inputs, outputs=outputs, bias=bias, rank=rank)
-    if type(first) is Embedding and not bias and first.width == rank:
-        return PivotEmbedding(words=first.words, width=outputs, padding_idx=first.padding_idx, rank=rank)
-    return None
-
-
-def _pair_of(first: Layer | None, second: Layer | None) -> Layer | None:
+def _pair_of(one: nn.Module, other: nn.Module) -> Layer | None:
+    first, second, pivot = layer_of(one), layer_of(other), isinstance(other, PivotLinear)
+    if isinstance(other, PivotLinear):
+        second = Linear(inputs=other.in_features, outputs=other.out_features, bias=other.bias is not None)
     if type(second) is not Linear:
         return None
-    if type(first) is Linear and not first.bias and first.outputs == second.inputs:
-        return LowRankLinear(inputs=first.inputs, outputs=second.outputs, bias=second.bias, rank=second.inputs)
-    if type(first) is Embedding and not second.bias and first.width == second.inputs:
-        rank, padding_idx = second.inputs, first.padding_idx
-        return LowRankEmbedding(words=first.words, width=second.outputs, padding_idx=padding_idx, rank=rank)
+    rank, outputs = second.inputs, second.outputs
+    if type(first) is Linear and not first.bias and first.outputs == rank:
+        pair = PivotPair if pivot else LowRankLinear
+        return pair(inputs=first.inputs, outputs=outputs, bias=second.bias, rank=rank)
+    if type(first) is Embedding and not second.bias and first.width == rank:
+        table = PivotEmbedding if pivot else LowRankEmbedding
+        return table(words=first.words, width=outputs, padding_idx=first.padding_idx, rank=rank)
     return None
 
 
-def role_of(module: nn.Module) -> Role | None:
+def role_of(module: nn.Module) -> str | None:
     """What a module does for the model around it, if pruning could have changed its form."""
     layer = layer_of(module)
-    if layer is not None:
-        return layer.role
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+    if layer is None and type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         inputs, outputs = module.weight.shape  # type: ignore[misc]
-        return Role("linear", (inputs, outputs), True)
+        layer = Linear(inputs=inputs, outputs=outputs, bias=True)
+    return None if layer is None else layer.role
+
+
+def misfit(name: str, module: nn.Module, key: str, value: Tensor) -> str | None:
+    """What is wrong with a saved mask of inputs or order of outputs, if anything."""
+    if isinstance(module, SelectedLinear) and key == "kept":
+        kept, columns = int(value.sum()), module.columns.shape[1]
+        fits = kept == columns and value.dtype is torch.bool
+        return None if fits else f"{name} must keep {columns} inputs, but keeps {kept}"
+    if isinstance(module, PivotLinear) and key == "places":
+        order = torch.arange(len(value), dtype=torch.int32, device=value.device)
+        fits = value.dtype is torch.int32 and torch.equal(value.sort().values, order)
+        return None if fits else f"the places of {name} must be an order of its outputs"
     return None
 
 
@@ -323,22 +320,63 @@ def from_json(entry: Any) -> Layer:
 
 
 def _is(value: object, type_name: str) -> bool:
-    if type_name.endswith("| None") and value is None:
-        return True
+    if value is None:
+        return type_name.endswith("| None")
     if type_name.startswith("int"):
         return type(value) is int and value >= 0
     return type(value) is {"bool": bool, "str | None": str}[type_name]
 
 
-def is_order(places: Tensor) -> bool:
-    """Whether a tensor holds the numbers 0 to n - 1, each once: what `PivotLinear` needs to read its outputs by."""
-    if places.dtype is not torch.int32:
-        return False
-    return torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32, device=places.device))
+@dataclass(frozen=True, kw_only=True)
+class SavedLayers:
+    """What `rankwise.json`, or the entry `quantization_config` of a `config.json`, says of a saved model."""
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    """For every name of a tensor but the first, that first name."""
+    files: dict[str, str] | None = None
+    """Checksums of the other files; None where they are not to be compared."""
+    gated: bool = False
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any], where: object = ENTRY, verify: bool = True) -> SavedLayers:
+        """Read and check an entry; one of a newer version, or one that rankwise did not write, is refused."""
+        version = entry.get("version")
+        if type(version) is int and version > VERSION:
+            raise CheckpointError(
+                f"{where} must be version {VERSION} at most, but is version {version}, written by rankwise "
+                f"{entry.get('rankwise')}. Upgrade rankwise."
+            )
+        if version not in (UNSEALED, VERSION):
+            raise damaged(where, f"its version is {version!r}")
+        verify = verify and version != UNSEALED and verifies()
+        if verify:
+            with checking(where):
+                check_seal(entry)
+        files = entry[FILES] if verify else None
+        if entry.get("gated") is True:
+            return cls(gated=True, files=files)
+        for key in ("layers", "tied"):
+            if key not in entry:
+                raise damaged(where, f"it has no `{key}`")
+        try:
+            layers = {str(name): from_json(layer) for name, layer in entry["layers"].items()}
+            tied = {str(name): str(first) for name, first in entry["tied"].items()}
+        except (AttributeError, CheckpointError) as error:
+            raise damaged(where, error) from None
+        return cls(layers=layers, tied=tied, files=files)
 
 
-def floating_dtype(name: object) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidValueError(f"a dtype must be a floating one of torch, but is {name!r}")
-    return dtype
+def damaged(where: object, what: object, *, remedy: str = "Save the model again.") -> CheckpointError:
+    """The error for a file that is not as it was saved."""
+    return CheckpointError(f"{where} must be as rankwise wrote it, but is damaged: {what}. {remedy}")
+
+
+@contextmanager
+def checking(where: object) -> Iterator[None]:
+    """Name the file whose checksum does not fit, or that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Save the model again or download it again; verify=False or RANKWISE_VERIFY=0 loads it as it is."
+        raise damaged(where, reason(error), remedy=remedy) from None

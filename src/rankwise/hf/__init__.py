@@ -16,12 +16,11 @@ except ImportError as error:
 from rankwise.adapters.families import ON_CHANGE as _ON_CHANGE
 from rankwise.adapters.plans import peft_plan as find_plan
 from rankwise.distill import Distillation, distillation_loss
-from rankwise.hf import patches as _patches
-from rankwise.hf import quantizer as _quantizer  # noqa: F401
+from rankwise.hf import quantizer as _quantizer
 from rankwise.hf.callback import PruningCallback
 from rankwise.hf.saving import save_pretrained
 
 __all__ = ["Distillation", "PruningCallback", "distillation_loss", "find_plan", "save_pretrained"]
 
-_patches.patch()
-_ON_CHANGE.append(_patches.mark_changed)
+_quantizer.patch()
+_ON_CHANGE.append(_quantizer.mark_changed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.modeling_utils import unwrap_model
 
 from rankwise.errors import InvalidTypeError, RankwiseError
@@ -30,9 +30,7 @@ class PruningCallback(TrainerCallback):
         self.pruner = pruner
         self._scale = 1.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that would not train the pruner's model."""
         model = kwargs.get("model")
         if not isinstance(model, nn.Module) or unwrap_model(model) is not self.pruner.model:
@@ -48,27 +46,16 @@ class PruningCallback(TrainerCallback):
         if args.deepspeed or args.fsdp:
             raise RankwiseError("Gated models train on one device or in DDP, but DeepSpeed or FSDP is set. Unset it.")
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the loss scale of these gradients: the optimizer's step may change it."""
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         self._scale = 1.0 if scaler is None else float(scaler.get_scale())
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the gates."""
         self.pruner.step(grad_scale=self._scale)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the expected size, the target of this step and the budget, in parameters, to what is logged."""
         controller = self.pruner.controller
         sizes = {
@@ -81,9 +68,7 @@ class PruningCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(sizes)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let only checkpoints of the final size count as the best one."""
         if self.pruner.controller.target_size() > self.pruner.limit:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

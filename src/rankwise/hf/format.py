@@ -1,4 +1,4 @@
-"""The format of a saved folder: the entry `quantization_config` in `config.json` of a compact model.
+"""The entry `quantization_config` in `config.json` of a compact model, and how it fits the model that is loaded.
 
 It lists each layer that is not as the model's class builds it, and which tensors are tied. `quantization_config` is the
 one entry that `from_pretrained` lets others act upon before it fills a model with weights.
@@ -16,40 +16,31 @@ from torch import nn
 
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.structure import (
+    ENTRY,
+    VERSION,
     Head,
     Layer,
     LowRankEmbedding,
-    PivotEmbedding,
     PivotHead,
-    from_json,
     layer_of,
     layers_of,
     role_of,
+    ties_of,
     to_json,
 )
+from rankwise.deploy.structure import SavedLayers as SavedLayers
 from rankwise.errors import CheckpointError
-from rankwise.files import FILES, check_seal, verifies
 from rankwise.version import VERSION as OWN_VERSION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METHOD = "rankwise"
-VERSION = 2
-UNSEALED = 1
-"""The version without checksums."""
-REMEDY = (
-    'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
-    "`import rankwise.hf` before `from_pretrained`"
-)
-"""What transformers shows to people who load a folder without `import rankwise.hf`: see `saving.save_changed`."""
 OTHER_SIZES = (
     "Load it with the settings it was saved with (such as `num_labels`), or pass ignore_mismatched_sizes=True for "
     "fresh values."
 )
 """The remedy for a configuration that asks for other sizes."""
-AGAIN = "Save the model again or download it again; RANKWISE_VERIFY=0 in the environment loads it as it is."
-"""The remedy for a checksum that does not fit."""
 
 
 def is_gated(model: nn.Module) -> bool:
@@ -63,10 +54,8 @@ def entry_of(model: PreTrainedModel) -> dict[str, Any] | None:
     if is_gated(model):
         return {**entry, "gated": True}
     built = {name: layer_of(module) for name, module in skeleton_of(model).named_modules(remove_duplicate=False)}
-    layers = {name: layer for name, layer in layers_of(model).items() if built.get(name) != layer}
-    if not layers:
-        return None
-    return {**entry, "layers": {name: to_json(layer) for name, layer in layers.items()}, "tied": ties_of(model)}
+    layers = {name: to_json(layer) for name, layer in layers_of(model).items() if built.get(name) != layer}
+    return {**entry, "layers": layers, "tied": ties_of(model)} if layers else None
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -78,180 +67,126 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
         return type(model)(config)
 
 
-def ties_of(model: nn.Module) -> dict[str, str]:
-    """For every name of a tensor but the first, that first name."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if first.setdefault(id(tensor), name) != name:
-            ties[name] = first[id(tensor)]
-    return ties
+def is_foreign(model: PreTrainedModel) -> bool:
+    """Whether a folder that is being loaded was saved by a model of another class."""
+    return type(model).__name__ not in (model.config.architectures or [])
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedLayers:
-    """What a checked entry says."""
+def renamed_for(saved: SavedLayers, model: PreTrainedModel) -> SavedLayers:
+    """The same layers under the names that a model of another class over the same base has for them.
 
-    gated: bool
-    layers: dict[str, Layer]
-    tied: dict[str, str]
-    copied: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Buffers that hold what others do: transformers knows tied parameters but no tied buffers."""
-    files: dict[str, str] | None = None
-    """Checksums of the files of weights; None where they are not to be compared."""
+    Layers that the other class does not have, such as the head that was saved, are left out.
+    """
+    here = _renamer(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
+    foreign = is_foreign(model)
+    layers: dict[str, Layer] = {}
 
-    @classmethod
-    def read(cls, entry: dict[str, Any]) -> SavedLayers:
-        """Read an entry; one of a newer version, or one that rankwise did not write, is refused."""
-        version = entry.get("version")
-        verify = version != UNSEALED and verifies()
-        if type(version) is int and version > VERSION:
-            raise CheckpointError(
-                f"The `quantization_config` in config.json must be version {VERSION} at most, but is version "
-                f"{version}, written by rankwise {entry.get('rankwise')}. Upgrade rankwise."
-            )
-        try:
-            if version not in (UNSEALED, VERSION):
-                raise CheckpointError(f"its version is {version!r}")
-            if verify:
-                check_seal(entry)
-            if entry.get("gated") is True:
-                return cls(True, {}, {})
-            layers = {str(name): from_json(layer) for name, layer in _part_of(entry, "layers").items()}
-            tied = {str(name): str(source) for name, source in _part_of(entry, "tied").items()}
-        except (AttributeError, TypeError, ValueError, CheckpointError) as error:
-            raise CheckpointError(
-                f"The `quantization_config` in config.json must be as rankwise wrote it, but is damaged: {error}. "
-                f"{AGAIN if verify else 'Save the model again.'}"
-            ) from None
-        return cls(False, layers, tied, files=entry[FILES] if verify else None)
+    def part_here(name: str | None) -> str | None:
+        """The part of an embedding, which stands there once that has its form."""
+        whole, _, part = (name or "").rpartition(".")
+        known = here(whole) if name else None
+        return name if known is None else f"{known}.{part}"
 
-    def renamed_for(self, model: PreTrainedModel) -> SavedLayers:
-        """The same layers under the names that a model of another class over the same base has for them.
+    for name, layer in saved.layers.items():
+        known = here(name)
+        if known is None and foreign:
+            continue
+        if isinstance(layer, Head):
+            words, projection = part_here(layer.embedding), part_here(layer.projection)
+            layer = dataclasses.replace(layer, embedding=words, projection=projection)
+        layers[known or name] = layer
+    if saved.layers and not layers:
+        saved_by = ", ".join(model.config.architectures or ["another class"])
+        raise CheckpointError(
+            f"The layers of this folder must be in {type(model).__name__}, but none of them is: "
+            f"it was saved by {saved_by}. Use its class, or `Auto...`."
+        )
+    return dataclasses.replace(saved, layers=layers)
 
-        Layers that the other class does not have, such as the head that was saved, are left out.
-        """
-        here = _renamer(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
-        foreign = is_foreign(model)
-        layers: dict[str, Layer] = {}
-        for name, layer in self.layers.items():
-            known = here(name)
-            if known is None and foreign:
-                continue
-            if isinstance(layer, Head):
-                # the parts of an embedding, which stand there once it has its form
-                words, projection = (part and _part(part, here) for part in (layer.embedding, layer.projection))
-                layer = dataclasses.replace(layer, embedding=words, projection=projection)
-            layers[known or name] = layer
-        if self.layers and not layers:
-            saved_by = ", ".join(model.config.architectures or ["another class"])
-            raise CheckpointError(
-                f"The layers of this folder must be in {type(model).__name__}, but none of them is: "
-                f"it was saved by {saved_by}. Use its class, or `Auto...`."
-            )
-        return dataclasses.replace(self, layers=layers)
 
-    def checked_sizes(self, model: PreTrainedModel, *, ignore: bool) -> SavedLayers:
-        """Refuse layers that have other sizes in `model`; with `ignore`, leave them out."""
-        layers = dict(self.layers)
-        for name, module in model.named_modules(remove_duplicate=False):
-            if name not in layers or role_of(module) == layers[name].role:
-                continue
+def of_same_sizes(saved: SavedLayers, model: PreTrainedModel, *, ignore: bool) -> SavedLayers:
+    """Refuse layers that have other sizes in `model`; with `ignore`, leave them out."""
+    layers = dict(saved.layers)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in layers and role_of(module) != layers[name].role:
             if not ignore:
                 raise CheckpointError(
                     f"{name} must be {role_of(module) or type(module).__name__} as the configuration says, but was "
                     f"saved as {layers[name].role}. {OTHER_SIZES}"
                 )
             del layers[name]
-        return dataclasses.replace(self, layers=layers)
-
-    def check_listed(self, model: PreTrainedModel, held: Iterable[str]) -> None:
-        """Refuse a layer of `model` that was saved as factors but is not listed: it would get random weights.
-
-        `held` are the names of the tensors in the folder.
-        """
-        known = {*held, *self.tied}
-        in_parts = {name.rsplit(".", 2)[0] for name in known if name.count(".") > 1}
-        for name, module in model.named_modules(remove_duplicate=False):
-            is_layer = role_of(module) is not None and not module._modules
-            if is_layer and name in in_parts and name not in self.layers and f"{name}.weight" not in known:
-                raise CheckpointError(
-                    f"The `quantization_config` in config.json must list {name}, which is saved in parts, but does "
-                    "not. Save the model again."
-                )
-
-    def with_ties_of(self, model: PreTrainedModel, held: Iterable[str]) -> SavedLayers:
-        """Add the ties of a model of another class, such as an output layer tied to the saved embedding.
-
-        `held` are the names of the tensors in the folder: a tensor that was saved by itself is not tied.
-        """
-        here = _renamer(model, model.state_dict())
-        own = {here(name) for name in held}
-        layers, tied, copied = dict(self.layers), dict(self.tied), dict(self.copied)
-        for name, source in model.all_tied_weights_keys.items():
-            follower, table = name.removesuffix(".weight"), source.removesuffix(".weight")
-            if follower in self.layers or name in own:
-                continue
-            layer = self.layers.get(table)
-            if isinstance(layer, LowRankEmbedding):
-                layers[follower] = _follower(layer, table, model.get_submodule(follower))
-                words, projection = ("embedding", "projection") if isinstance(layers[follower], Head) else ("0", "1")
-                key = "coefficients" if isinstance(layer, PivotEmbedding) else "weight"
-                tied[f"{follower}.{words}.weight"] = f"{table}.0.weight"
-                tied[f"{follower}.{projection}.{key}"] = f"{table}.1.{key}"
-                if isinstance(layer, PivotEmbedding):
-                    copied[f"{follower}.{projection}.places"] = f"{table}.1.places"
-            else:
-                tied[name] = source
-        return dataclasses.replace(self, layers=layers, tied=tied, copied=copied)
-
-    def ties(self, model: PreTrainedModel) -> dict[str, str]:
-        """The ties among the tensors of `model`, whose layers have their saved form already."""
-        here = _renamer(model, model.state_dict())
-        pairs = ((here(name), here(source)) for name, source in self.tied.items())
-        return {name: source for name, source in pairs if name is not None and source is not None}
+    return dataclasses.replace(saved, layers=layers)
 
 
-def _part_of(entry: dict[str, Any], key: str) -> dict[str, Any]:
-    if key not in entry:
-        raise CheckpointError(f"it has no `{key}`")
-    part: dict[str, Any] = entry[key]
-    return part
+def check_listed(saved: SavedLayers, model: PreTrainedModel, held: Iterable[str]) -> None:
+    """Refuse a layer of `model` that was saved as factors but is not listed: it would get random weights.
+
+    `held` are the names of the tensors in the folder.
+    """
+    known = {*held, *saved.tied}
+    in_parts = {name.rsplit(".", 2)[0] for name in known if name.count(".") > 1}
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_layer = role_of(module) is not None and not module._modules
+        if is_layer and name in in_parts and name not in saved.layers and f"{name}.weight" not in known:
+            raise CheckpointError(
+                f"{ENTRY} must list {name}, which is saved in parts, but does not. Save the model again."
+            )
 
 
-def is_foreign(model: PreTrainedModel) -> bool:
-    """Whether a folder that is being loaded was saved by a model of another class."""
-    return type(model).__name__ not in (model.config.architectures or [])
+def with_ties_of(saved: SavedLayers, model: PreTrainedModel, held: Iterable[str]) -> tuple[SavedLayers, dict[str, str]]:
+    """Add the ties of a model of another class, such as an output layer tied to the saved embedding.
+
+    `held` are the names of the tensors in the folder: a tensor that was saved by itself is not tied. Also returns the
+    names of buffers that hold what others do: transformers knows tied parameters but no tied buffers.
+    """
+    here = _renamer(model, model.state_dict())
+    own = {here(name) for name in held}
+    layers, tied, copied = dict(saved.layers), dict(saved.tied), {}
+    for name, source in model.all_tied_weights_keys.items():
+        follower, table = name.removesuffix(".weight"), source.removesuffix(".weight")
+        if follower in saved.layers or name in own:
+            continue
+        layer = saved.layers.get(table)
+        if not isinstance(layer, LowRankEmbedding):
+            tied[name] = source
+            continue
+        layers[follower] = _follower(layer, table, model.get_submodule(follower))
+        words, projection = ("embedding", "projection") if isinstance(layers[follower], Head) else ("0", "1")
+        key = "coefficients" if layer.pivot else "weight"
+        tied[f"{follower}.{words}.weight"] = f"{table}.0.weight"
+        tied[f"{follower}.{projection}.{key}"] = f"{table}.1.{key}"
+        if layer.pivot:
+            copied[f"{follower}.{projection}.places"] = f"{table}.1.places"
+    return dataclasses.replace(saved, layers=layers, tied=tied), copied
+
+
+def ties_in(saved: SavedLayers, model: PreTrainedModel) -> dict[str, str]:
+    """The ties among the tensors of `model`, whose layers have their saved form already."""
+    here = _renamer(model, model.state_dict())
+    pairs = ((here(name), here(source)) for name, source in saved.tied.items())
+    return {name: source for name, source in pairs if name is not None and source is not None}
 
 
 def _follower(table: LowRankEmbedding, name: str, module: nn.Module) -> Layer:
     """A layer in the place of `module` that is tied to the embedding `name`: an embedding too, or a head."""
     if isinstance(module, nn.Embedding):
         return dataclasses.replace(table, padding_idx=module.padding_idx)
-    pivot = isinstance(table, PivotEmbedding)
-    return (PivotHead if pivot else Head)(
+    return (PivotHead if table.pivot else Head)(
         inputs=table.width,
         outputs=table.words,
         bias=getattr(module, "bias", None) is not None,
         rank=table.rank,
         embedding=f"{name}.0",
-        projection=None if pivot else f"{name}.1",
+        projection=None if table.pivot else f"{name}.1",
     )
 
 
 def _renamer(model: PreTrainedModel, names: Iterable[str]) -> Callable[[str], str | None]:
     """How to find a saved name among `names`: as it is, or with the prefix of the base taken off or put on."""
-    known = set(names)
-    prefix = f"{model.base_model_prefix}."
+    known, prefix = set(names), f"{model.base_model_prefix}."
 
     def here(name: str) -> str | None:
         forms = (name, name.removeprefix(prefix), prefix + name)
         return next((form for form in forms if form in known), None)
 
     return here
-
-
-def _part(name: str, here: Callable[[str], str | None]) -> str:
-    whole, _, part = name.rpartition(".")
-    known = here(whole)
-    return name if known is None else f"{known}.{part}"

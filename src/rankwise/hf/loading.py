@@ -1,21 +1,38 @@
-"""Models and tokenizers of a folder, or of a name on the hub, whatever their class; what is wrong is one line."""
+"""Models of a folder, or of a name on the hub, whatever their class: how they are loaded, and how they are compressed.
+
+What is wrong with a folder is said in one line.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from rankwise.deploy.inputs import model_class
-from rankwise.errors import CheckpointError, RankwiseError, first_line
+from rankwise.core.host_memory import release_freed_memory
+from rankwise.deploy.compress import Compressed, Data, Source
+from rankwise.deploy.inputs import (
+    Calibration,
+    encoder,
+    is_decoder,
+    model_class,
+    positions_of,
+    read_windows,
+    special_tokens,
+)
+from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
+from rankwise.hf.saving import check_pretrained_target, save_pretrained
 from rankwise.hub import source_of
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
@@ -46,8 +63,17 @@ def empty_model(name: str) -> PreTrainedModel:
             model = make(config)
         if entry is None:
             model.tie_weights()
+        elif entry.get("quant_method") != METHOD:
+            raise CheckpointError(
+                f"A model must not be quantized to be planned, but its weights are by {entry.get('quant_method')!r}. "
+                "Give the model before it was quantized."
+            )
         else:
-            _shrink_layers(model, dict(entry))
+            quantizer = RankwiseQuantizer(RankwiseConfig(**entry), pre_quantized=True)
+            quantizer.validate_environment()
+            quantizer._process_model_before_weight_loading(model)
+            # the quantizer has listed the ties; the stock mapping is that of the dense model
+            model.tie_weights(recompute_mapping=False)
     if isinstance(dtype, torch.dtype):
         model.to(dtype)
     for parameter in model.parameters():
@@ -56,20 +82,6 @@ def empty_model(name: str) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.eval()  # type: ignore[no-untyped-call]
     return model
-
-
-def _shrink_layers(model: PreTrainedModel, entry: dict[str, Any]) -> None:
-    """Give the layers of a compact model the form in which they were saved."""
-    if entry.get("quant_method") != METHOD:
-        raise CheckpointError(
-            f"A model must not be quantized to be planned, but its weights are by {entry.get('quant_method')!r}. "
-            "Give the model before it was quantized."
-        )
-    quantizer = RankwiseQuantizer(RankwiseConfig(**entry), pre_quantized=True)
-    quantizer.validate_environment()
-    quantizer._process_model_before_weight_loading(model)
-    # the quantizer has listed the ties; the stock mapping is that of the dense model
-    model.tie_weights(recompute_mapping=False)
 
 
 def load_tokenizer(name: str, *, needed: bool) -> Any:
@@ -114,3 +126,80 @@ def _one_line(name: str) -> Iterator[None]:
         raise CheckpointError(
             f"MODEL must be a folder or name that transformers can load, but {name!r} is not: {first_line(error)}"
         ) from None
+
+
+class PretrainedModel(Source):
+    """A folder or a name that `from_pretrained` takes; any `from_pretrained` loads the folder that is written."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.used_cache: bool | None = None
+
+    def load(self) -> nn.Module:
+        model: nn.Module = load_model(self.name)
+        # what a model keeps to go on with a text takes memory
+        self.used_cache = _use_cache(model, False)
+        return model
+
+    def check_target(self, folder: Path, overwrite: bool) -> None:
+        check_pretrained_target(folder, overwrite)
+
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+        _use_cache(small, self.used_cache)
+        found = made.quality
+        quality = {found.measure: (found.dense, found.small)} if found and isfinite(found.small) else None
+        with no_progress_bars():
+            left = save_pretrained(
+                *(small, folder),  # type: ignore[arg-type]
+                tokenizer=load_tokenizer(self.name, needed=False),
+                size=made,
+                quality=quality,
+                speed=made.named_speed(),
+                base_model=self.name,
+                overwrite=overwrite,
+                files_from=self.name,
+            )
+        return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
+
+    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+        # the tokenizer is read again when the model is saved: meanwhile its memory may be needed
+        tokenizer = load_tokenizer(self.name, needed=True)
+        try:
+            config = AutoConfig.from_pretrained(self.name)
+        except (OSError, ValueError, KeyError):
+            # there is none, which loading the model will say
+            config = None
+        windows = read_windows(encoder(tokenizer), calibration, special=special_tokens(tokenizer, config))
+        del tokenizer
+        release_freed_memory()
+
+        def prepare(model: Any) -> Data:
+            _check_windows(model, [*windows.used, *windows.kept_back])
+            # an encoder-decoder goes on with the text that it reads
+            names = [name for name in ("input_ids", "decoder_input_ids") if name in signature(model.forward).parameters]
+
+            def batch(window: Tensor) -> dict[str, Tensor]:
+                return dict.fromkeys(names, window[None].to(model.device))
+
+            return Data.of(windows, batch, is_decoder=is_decoder(model.config))
+
+        return prepare
+
+
+def _use_cache(model: Any, wanted: bool | None) -> bool | None:
+    """Set `use_cache` of a model, unless `wanted` is None; gives what it was."""
+    config = model.config.get_text_config()
+    before: bool | None = getattr(config, "use_cache", None)
+    if before is not None and wanted is not None:
+        config.use_cache = wanted
+    return before
+
+
+def _check_windows(model: Any, windows: list[Tensor]) -> None:
+    """Refuse windows that the model cannot read."""
+    length, places = len(windows[0]), positions_of(model)
+    if places is not None and length > places:
+        raise DataError(f"A window must be at most {places} tokens, which is all the model reads, but is {length}.")
+    largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
+    if largest >= words:
+        raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")

@@ -1,37 +1,61 @@
-"""How stock `from_pretrained` loads a compact model: its layers take their saved form before the weights are read.
+"""What `import rankwise.hf` registers with transformers: how compact models are loaded, saved and resized.
 
-transformers calls an object that does this a quantizer; nothing is quantized. After loading no trace of it is left.
+Stock `from_pretrained` loads a compact model by an object that transformers calls a quantizer: layers take their saved
+form before the weights are read. Nothing is quantized, and after loading no trace of it is left. Three methods of
+`PreTrainedModel` are patched:
+
+    save_pretrained           the stock one would write a folder that loads as random weights
+    resize_token_embeddings   the stock one fails where the embedding is a product of two matrices
+    from_pretrained           notes `ignore_mismatched_sizes`, which transformers does not pass on to a quantizer
+
+The first two act only on models that hold a layer which rankwise changed; all others go straight to the stock method.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise.deploy.load import replacements
-from rankwise.deploy.structure import is_order
-from rankwise.errors import CheckpointError
+from rankwise.deploy.structure import checking, damaged, misfit, slots, ties_of
+from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import check_file
-from rankwise.hf.format import AGAIN, METHOD, OTHER_SIZES, SavedLayers, is_foreign
-from rankwise.hf.patches import SIZES_MAY_DIFFER, mark_changed
-from rankwise.modules import PivotLinear, SelectedLinear
+from rankwise.hf.format import (
+    METHOD,
+    OTHER_SIZES,
+    SavedLayers,
+    check_listed,
+    is_foreign,
+    is_gated,
+    of_same_sizes,
+    renamed_for,
+    ties_in,
+    with_ties_of,
+)
+from rankwise.hf.saving import save_changed
+from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, linear
 from rankwise.split import split
 from rankwise.swap import become
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 logger = logging.get_logger(__name__)
+CHANGED = "_rankwise"
+"""An attribute of every module of a model whose layers changed; copies have it too."""
+SIZES_MAY_DIFFER: ContextVar[bool] = ContextVar("ignore_mismatched_sizes", default=False)
+"""Whether the model that is being loaded may differ in sizes from the one that was saved."""
 
 
 @register_quantization_config(METHOD)
@@ -50,7 +74,7 @@ class RankwiseQuantizer(HfQuantizer):
     def __init__(self, quantization_config: RankwiseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         entry = quantization_config.to_dict()
-        self.saved = SavedLayers.read(entry) if self.pre_quantized else SavedLayers(False, {}, {})
+        self.saved = SavedLayers.read(entry) if self.pre_quantized else SavedLayers()
         self.shapes: dict[str, torch.Size] = {}
         self.copied: dict[str, str] = {}
 
@@ -82,24 +106,23 @@ class RankwiseQuantizer(HfQuantizer):
             _check_weights([Path(path) for path in checkpoint_files], self.saved.files)
         split(model, self.saved.layers)
         other_sizes = SIZES_MAY_DIFFER.get()
-        self.saved = saved = self.saved.renamed_for(model).checked_sizes(model, ignore=other_sizes)
+        self.saved = saved = of_same_sizes(renamed_for(self.saved, model), model, ignore=other_sizes)
         if checkpoint_files:
             held = _tensors_in(checkpoint_files)
             if is_foreign(model) or other_sizes:
-                saved = saved.with_ties_of(model, held)
+                saved, self.copied = with_ties_of(saved, model, held)
             else:
-                saved.check_listed(model, held)
+                check_listed(saved, model, held)
         # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
         with torch.device("cpu"):
             instead = replacements(saved.layers, model)
         for module in list(model.modules()):
             if id(module) in instead:
                 become(module, instead[id(module)])
-        model.all_tied_weights_keys = saved.ties(model)
-        self.copied = saved.copied
+        model.all_tied_weights_keys = ties_in(saved, model)
         model._keys_to_ignore_on_load_missing = [
             *(model._keys_to_ignore_on_load_missing or ()),
-            *map(re.escape, saved.copied),
+            *map(re.escape, self.copied),
         ]
         _mark_initialized(model, set(saved.layers))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -148,25 +171,14 @@ def _renew_other_sizes(model: PreTrainedModel, shapes: Mapping[str, torch.Size])
 def _check_weights(paths: Sequence[Path], files: Mapping[str, str]) -> None:
     """Refuse files of weights that changed since they were saved, and an index that leaves out a shard."""
     for path in paths:
-        try:
+        with checking(path):
             check_file(path, files)
-        except OSError as error:
-            raise _damaged(path, str(error)) from None
     given = {path.name for path in paths}
-    groups = {group for name in given if (group := _group(name)) is not None}
+    # the part that the names of all shards of a model have in common
+    groups = {name: re.sub(r"-\d{5}(-of-\d{5}\.safetensors)$", r"\1", name) for name in {*files, *given}}
     for name in files.keys() - given:
-        if _group(name) in groups:
-            raise _damaged(paths[0].with_name(name), "the index of the shards does not name it")
-
-
-def _group(name: str) -> str | None:
-    """The part that the names of all shards of a model have in common."""
-    shard = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.safetensors", name)
-    return None if shard is None else f"{shard[1]} {shard[2]}"
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} must be as it was saved with its config.json, but is damaged: {what}. {AGAIN}")
+        if groups[name] != name and groups[name] in {groups[each] for each in given}:
+            raise damaged(paths[0].with_name(name), "the index of the shards does not name it")
 
 
 def _tensors_in(files: Sequence[str]) -> list[str]:
@@ -192,10 +204,111 @@ def _check_layer(model: PreTrainedModel, name: str) -> None:
         # an offloaded tensor is stored elsewhere
         if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
             raise CheckpointError(f"The folder must hold {name}.{key}, but does not. Save the model again.")
-    if isinstance(module, SelectedLinear):
-        kept, columns = int(module.kept.sum()), module.columns.shape[1]
-        if kept != columns:
-            raise CheckpointError(f"{name} must keep {columns} inputs, but keeps {kept}. Save the model again.")
-    for part in module.modules():
-        if isinstance(part, PivotLinear) and not is_order(part.places):
-            raise CheckpointError(f"The places of {name} must be an order of its outputs. Save the model again.")
+    for slot in slots(module):
+        if wrong := misfit(name, slot.module, slot.key, slot.holds):
+            raise CheckpointError(f"In the weights {wrong}. Save the model again.")
+
+
+def patch() -> None:
+    """Replace the three methods of `PreTrainedModel`."""
+    kind: Any = PreTrainedModel
+    save, load = kind.save_pretrained, kind.from_pretrained.__func__
+
+    def our_save(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        save_changed(model, save, *args, **kwargs)
+
+    def from_pretrained(cls: Any, *args: Any, ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
+        token = SIZES_MAY_DIFFER.set(ignore_mismatched_sizes)
+        try:
+            return load(cls, *args, ignore_mismatched_sizes=ignore_mismatched_sizes, **kwargs)
+        finally:
+            SIZES_MAY_DIFFER.reset(token)
+
+    kind.save_pretrained = _if_changed(our_save, save)
+    kind.resize_token_embeddings = _if_changed(resize_token_embeddings, kind.resize_token_embeddings)
+    kind.from_pretrained = classmethod(wraps(load)(from_pretrained))  # type: ignore[arg-type]
+
+
+def _if_changed(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        # a model may also have taken in a compact part after it was made
+        if not any(CHANGED in vars(part) for part in self.modules()):
+            return stock(self, *args, **kwargs)
+        declare_ties(self)
+        return ours(self, *args, **kwargs)
+
+    return method
+
+
+def mark_changed(model: nn.Module) -> None:
+    """Mark every module of `model`, and tell each model of transformers in it which tensors are tied."""
+    for part in model.modules():
+        vars(part)[CHANGED] = True
+        if isinstance(part, PreTrainedModel):
+            declare_ties(part)
+
+
+def declare_ties(model: PreTrainedModel) -> None:
+    """Tell transformers which tensors of the model are tied: its class names some that are gone."""
+    ties = ties_of(model)
+    model.all_tied_weights_keys = ties
+    model._tied_weights_keys = {f"{re.escape(name)}$": f"{re.escape(source)}$" for name, source in ties.items()}
+    # so that the Trainer, which loads a checkpoint by `load_state_dict`, does not miss them
+    model._keys_to_ignore_on_save = {*(type(model)._keys_to_ignore_on_save or ()), *ties}
+
+
+def resize_token_embeddings(
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """Like the method of transformers; new rows are drawn from the mean and covariance of the old rows of the factor.
+
+    For a low-rank embedding its first factor is returned: BART and similar models count the rows of its weight.
+    """
+    if is_gated(model):
+        raise RankwiseError(
+            "A gated model cannot take another vocabulary, because its size is being counted. "
+            "Call `resize_token_embeddings` before `rankwise.Pruner`, or on the compact model."
+        )
+    table = model.get_input_embeddings()
+    if new_num_tokens is None and pad_to_multiple_of is None:
+        return table
+    words = table[0] if isinstance(table, nn.Sequential) else table
+    assert isinstance(words, nn.Embedding)
+    weight = words.weight
+    # in place, so that every layer tied to it follows
+    model._get_resized_embeddings(words, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    size = words.weight.shape[0]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is weight:
+            module.num_embeddings = size
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is not None:
+        _resize_head(model, head, size, mean_resizing)
+    model.config.get_text_config().vocab_size = size
+    model.vocab_size = size
+    model.tie_weights()
+    return words
+
+
+def _resize_head(model: PreTrainedModel, head: nn.Module, size: int, mean_resizing: bool) -> None:
+    last = head[-1] if isinstance(head, nn.Sequential) else head
+    if isinstance(last, PivotLinear):
+        # rows that come and go are those of a plain pair
+        become(last, linear(nn.Parameter(last.weight.detach(), last.coefficients.requires_grad), last.bias))
+    assert isinstance(last, nn.Linear | LowRankHead | SelectedLinear)
+    bias = last.bias
+    stored = last.columns if isinstance(last, SelectedLinear) else last.weight
+    if not isinstance(last, LowRankHead) and stored.shape[0] != size:
+        # a stock layer around the same rows, for transformers to lengthen
+        rows = linear(nn.Parameter(stored.detach()), None)
+        longer = model._get_resized_lm_head(rows, size, mean_resizing=mean_resizing)
+        stored.data = longer.weight.data
+    if bias is not None and bias.shape[0] != size:
+        value = float(bias.detach().mean()) if mean_resizing else 0.0
+        bias.data = F.pad(bias.data, (0, size - bias.shape[0]), value=value)
+    if isinstance(last, nn.Linear):
+        last.out_features = size

@@ -10,13 +10,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
@@ -24,10 +25,15 @@ from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of
 from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
-from rankwise.hf.format import REMEDY, entry_of, is_gated
+from rankwise.hf.format import entry_of, is_gated
 from rankwise.version import VERSION
 
 CONFIG, ENTRY, CARD = "config.json", "quantization_config", "README.md"
+REMEDY = (
+    'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
+    "`import rankwise.hf` before `from_pretrained`"
+)
+"""What transformers shows to people who load a folder without `import rankwise.hf`: see `save_changed`."""
 HUB = ("repo_id", "commit_message", "create_pr", "private")
 """Arguments of an upload."""
 MODULES = "modules.json"
@@ -75,9 +81,7 @@ def save_pretrained(
         check_finite: refuse parameters that are NaN or infinite.
         files_from: a folder or name whose files for sentence-transformers are copied, if it has them.
     """
-    _check(model, size)
-    for word, figures in (("quality", quality), ("speed", speed)):
-        _check_figures(word, figures)
+    _check(model, size, {"quality": quality or {}, "speed": speed or {}})
     target = Path(folder).resolve()
     check_pretrained_target(target, overwrite)
     with whole_folder(target) as unfinished:
@@ -90,7 +94,7 @@ def save_pretrained(
         return [] if files_from is None else _copy_sentence_files(files_from, unfinished)
 
 
-def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
+def _check(model: PreTrainedModel, size: SizeReport | None, figures: Mapping[str, Mapping[str, BeforeAfter]]) -> None:
     if not isinstance(model, PreTrainedModel):
         raise InvalidTypeError(
             f"`model` must be a model of transformers, but is a {type(model).__name__} instead. "
@@ -105,28 +109,24 @@ def _check(model: PreTrainedModel, size: SizeReport | None) -> None:
             f"`size` must be the report of this model of {count(model):,} parameters, but describes one of "
             f"{size.exported:,}. Pass `pruner.size()` of the pruner that made it, for its own budget."
         )
-
-
-def _check_figures(word: str, figures: Mapping[str, BeforeAfter] | None) -> None:
-    for name, pair in (figures or {}).items():
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(math.isfinite(number) for number in pair):
-            raise InvalidValueError(
-                f"`{word}` must give two numbers by name, dense and compact, but {name!r} has {pair!r} instead."
-            )
+    for word, pairs in figures.items():
+        for name, pair in pairs.items():
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(math.isfinite, pair)):
+                raise InvalidValueError(
+                    f"`{word}` must give two numbers by name, dense and compact, but {name!r} has {pair!r} instead."
+                )
 
 
 def check_pretrained_target(target: Path, overwrite: bool) -> None:
     """Refuse to write over anything but an earlier model of transformers."""
 
     def not_ours(folder: Path) -> str | None:
-        known = _module_folders(folder)
-        inside = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name not in known)
-        if inside:
-            return f"also holds the folder {inside[0]}"
-        config = folder / CONFIG
-        return (
-            None if config.is_file() and "model_type" in json.loads(config.read_text()) else f"has no {CONFIG} of one"
-        )
+        known, config = _module_folders(folder), folder / CONFIG
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and entry.name not in known:
+                return f"also holds the folder {entry.name}"
+        is_model = config.is_file() and "model_type" in json.loads(config.read_text())
+        return None if is_model else f"has no {CONFIG} of one"
 
     check_target(target, overwrite, not_ours)
 
@@ -193,53 +193,71 @@ def _copy_sentence_files(source: str, target: Path) -> list[str]:
     Returns the names of files that `modules.json` asks for and that were not copied.
     """
     for name in SENTENCE_FILES:
-        _copy(_found(source, name), target / name)
+        _copy(source, name, target)
     left: list[str] = []
     for folder in sorted(_module_folders(target)):
-        for name in _names(Path(source) / folder):
+        here = Path(source) / folder
+        names = [entry.name for entry in sorted(here.iterdir()) if entry.is_file()] if here.is_dir() else USUAL
+        for name in names:
             if not name.endswith(SAFE):
                 left.append(f"{folder}/{name}")
             else:
-                _copy(_found(source, f"{folder}/{name}"), target / folder / name)
+                _copy(source, f"{folder}/{name}", target)
     return left
 
 
 def _module_folders(folder: Path) -> set[str]:
     """The folders that `modules.json` of a folder names, unless they lie elsewhere than directly in it."""
     try:
-        entries: Any = json.loads((folder / MODULES).read_bytes())
-        paths = [entry.get("path") for entry in entries]
+        paths = [entry.get("path") for entry in json.loads((folder / MODULES).read_bytes())]
     except (OSError, ValueError, TypeError, AttributeError):
         return set()
-    return {path for path in paths if isinstance(path, str) and path not in ("", "..") and _is_name(path)}
+    names = {path for path in paths if isinstance(path, str) and path not in ("", "..") and "\\" not in path}
+    return {name for name in names if PurePosixPath(name).name == name}
 
 
-def _is_name(path: str) -> bool:
-    return PurePosixPath(path).name == path and "\\" not in path
-
-
-def _names(folder: Path) -> Iterable[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else USUAL
-
-
-def _found(source: str, name: str) -> Path | None:
-    folder = Path(source)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from transformers.utils.hub import cached_file
-
+def _copy(source: str, name: str, target: Path) -> None:
+    """Copy a file of `source`, if it has one of that name."""
     try:
         found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
     # the model itself was there: another problem with the hub need not stop us
     except Exception:
-        return None
-    return None if found is None else Path(found)
+        return
+    if found is not None:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(found, target / name)
 
 
-def _copy(source: Path | None, target: Path) -> None:
-    if source is not None:
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, target)
+CARD_TEXT = """\
+---
+library_name: transformers
+tags: [rankwise, pruning{tag}]{base}
+---
+
+# {name}
+
+{kind} with {parameters:,} parameters{made_of} by rankwise {version}{how}.
+
+```python
+{first}from transformers import {kind}
+
+model = {kind}.from_pretrained({quoted})
+```
+
+## Size
+
+{size}
+
+{layers}
+
+## Quality
+
+{quality}
+
+## Speed
+
+{speed}
+"""
 
 
 def card(
@@ -252,75 +270,53 @@ def card(
     base_model: str | None,
 ) -> str:
     """The text of README.md."""
-    kind, is_stock = type(model).__name__, entry_of(model) is None
-    how = (
-        f". Its layers are as {kind} builds them, so that it needs nothing but what loads that."
-        if is_stock
-        else ", which writes weight matrices as products of two smaller ones."
+    if entry_of(model) is None:
+        # as its class builds it: stock transformers loads it
+        own = {"tag": "", "how": "; whatever loads this kind of model loads it", "first": ""}
+    else:
+        first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
+        how = ", which writes weight matrices as products of two smaller ones"
+        own = {"tag": ", low-rank", "how": how, "first": first}
+    return CARD_TEXT.format(
+        **own,
+        name=name,
+        # a JSON string is a YAML string too, and one of Python
+        quoted=json.dumps(name),
+        base=f"\nbase_model: {json.dumps(base_model)}" if base_model else "",
+        made_of=f", made of {base_model}" if base_model else "",
+        kind=type(model).__name__,
+        parameters=count(model),
+        version=VERSION,
+        size=_size(count(model), size),
+        layers=_layers(model),
+        quality=_table(quality, "metric", "g"),
+        speed=_table(speed, "milliseconds per call", ".2f"),
     )
-    lines = [
-        *_front_matter(base_model, is_stock),
-        f"# {name}",
-        "",
-        f"{kind} with {count(model):,} parameters"
-        + (f", made of {base_model}" if base_model else "")
-        + f" by rankwise {VERSION}{how}",
-        "",
-        "```python",
-        *([] if is_stock else ['import rankwise.hf  # pip install ".[hf]" in a clone of rankwise']),
-        f"from transformers import {kind}",
-        "",
-        f"model = {kind}.from_pretrained({json.dumps(name)})",
-        "```",
-        "",
-        "## Size",
-        "",
-        *_size(model, size),
-        "",
-        *_layers(model),
-        "",
-        "## Quality",
-        "",
-        *_table(quality, "metric", "g"),
-        "",
-        "## Speed",
-        "",
-        *_table(speed, "milliseconds per call", ".2f"),
-    ]
-    return "\n".join(lines) + "\n"
 
 
-def _front_matter(base_model: str | None, is_stock: bool) -> list[str]:
-    # a JSON string is a YAML string too
-    base = [f"base_model: {json.dumps(base_model)}"] if base_model else []
-    tags = "tags: [rankwise, pruning]" if is_stock else "tags: [rankwise, pruning, low-rank]"
-    return ["---", "library_name: transformers", tags, *base, "---", ""]
-
-
-def _size(model: PreTrainedModel, size: SizeReport | None) -> list[str]:
-    achieved = count(model)
+def _size(achieved: int, size: SizeReport | None) -> str:
     if size is None:
-        return [f"{achieved:,} parameters, tied weights counted once. The size of the dense model was not given."]
+        return f"{achieved:,} parameters, tied weights counted once. The size of the dense model was not given."
     rows = [("dense", size.dense), ("requested, at most", size.budget), ("this model", achieved)]
     if size.nonzeros:
         rows[2:] = [("this model, non-zero", size.exported), ("this model, zeros included", achieved)]
-    table = ["| | parameters | removed |", "|---|---|---|"]
-    return [*table, *(f"| {name} | {n:,} | {1 - n / size.dense:.2%} |" for name, n in rows)]
+    lines = [f"| {name} | {number:,} | {1 - number / size.dense:.2%} |" for name, number in rows]
+    return "\n".join(["| | parameters | removed |", "|---|---|---|", *lines])
 
 
-def _layers(model: PreTrainedModel) -> list[str]:
+def _layers(model: PreTrainedModel) -> str:
     layers = layers_of(model).values()
     ranks = [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
     if not ranks:
-        return [f"None of the {len(layers)} linear layers and embeddings is low-rank."]
-    return [
+        return f"None of the {len(layers)} linear layers and embeddings is low-rank."
+    return (
         f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank, of rank {min(ranks)} to "
         f"{max(ranks)}; `config.json` lists them."
-    ]
+    )
 
 
-def _table(figures: Mapping[str, BeforeAfter] | None, what: str, form: str) -> list[str]:
+def _table(figures: Mapping[str, BeforeAfter] | None, what: str, form: str) -> str:
     if not figures:
-        return ["Not measured."]
+        return "Not measured."
     rows = [f"| {name} | {before:{form}} | {after:{form}} |" for name, (before, after) in figures.items()]
-    return [f"| {what} | dense | this model |", "|---|---|---|", *rows]
+    return "\n".join([f"| {what} | dense | this model |", "|---|---|---|", *rows])

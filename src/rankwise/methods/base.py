@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankwise.core.budget import Budget, CostCurve, SizeAccount
 from rankwise.core.calibrate import second_moments
 from rankwise.core.controller import Controller
-from rankwise.core.factorize import Factors, Moments, random, svd, svd_of_pair
+from rankwise.core.factorize import Factors, Moments, random, svd, svd_energy, svd_of_pair
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Plan, Site, Source
@@ -52,7 +52,7 @@ class Method(ABC):
     """A row of the paper's tables. The fields of a method are its settings.
 
     A method combines a representation (how a matrix is divided into components, `rankwise.methods.representations`)
-    and a gating (what opens and closes them, `rankwise.methods.gatings`).
+    and a gating (what opens and closes them, `rankwise.methods.paper`).
     """
 
     name: ClassVar[str]
@@ -123,6 +123,13 @@ def svd_of_source(source: Source, rank: int, moments: Moments | None = None) -> 
         return svd(source.weight_OI, rank, moments)
     assert source.p_OR is not None and source.q_RI is not None
     return svd_of_pair(source.p_OR, source.q_RI, rank, moments)
+
+
+def energy_of_source(source: Source, rank: int, moments: Moments | None = None) -> Tensor:
+    """The energies of `svd_of_source`."""
+    if source.weight_OI is not None:
+        return svd_energy(source.weight_OI, rank, moments)
+    return svd_of_source(source, rank, moments).energy_R
 
 
 def dense_weight(source: Source) -> Tensor:

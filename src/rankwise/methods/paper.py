@@ -1,12 +1,76 @@
-"""The six methods of the paper's tables.  Paper: section 4 (FLOP-L0) and section 5 "Baselines" (the others)."""
+"""The six methods of the paper's tables.  Paper: section 4 (FLOP-L0) and section 5 "Baselines" (the others).
+
+Each is a representation (`rankwise.methods.representations`) and a gating: what opens and closes its components, which
+is learned, set by magnitude, or fixed beforehand.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from rankwise.core.allocation import uniform_allocation
+from rankwise.core.budget import SizeAccount
+from rankwise.core.controller import Controller, FixedController
+from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate
+from rankwise.core.lagrangian import Lagrangian, LagrangianController
+from rankwise.core.magnitude import GradualPruning, MagnitudeController
+from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site
-from rankwise.methods.gatings import LearnedGates, MagnitudeGates, UniformRanks
+from rankwise.methods.base import Method
 from rankwise.methods.representations import Factorized, GatedComponents, InputFeatures, SingleWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedGates(Method, Lagrangian):
+    """Hard concrete gates, moved by the augmented Lagrangian.  Paper: sections 3 and 4.3."""
+
+    def make_gate(self, num_components: int) -> Gate:
+        return HardConcreteGate(num_components, self.distribution, open_probability=self.open_probability)
+
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
+        return LagrangianController(matrices, account, limit, self, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeGates(Method, GradualPruning):
+    """Gates that are set by magnitude on a cubic schedule.  Paper: the AGP baselines of section 5."""
+
+    def make_gate(self, num_components: int) -> Gate:
+        # a diagonal over single weights would only duplicate them
+        return MagnitudeGate(num_components, learned=not self.counts_nonzeros)
+
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
+        return MagnitudeController(matrices, account, limit, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformRanks(Method):
+    """From the start, every matrix keeps the same fraction of its components.  Paper: FAC, section 5."""
+
+    def fix_ranks(self, account: SizeAccount, limit: int) -> SizeAccount:
+        counts = uniform_allocation(account.curves, limit - account.fixed)
+        curves = (replace(curve, num_components=k) for curve, k in zip(account.curves, counts, strict=True))
+        return replace(account, curves=tuple(curves))
+
+    def make_gate(self, num_components: int) -> Gate:
+        return Gate(num_components)
+
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
+        return UniformController(matrices, account, limit)
+
+
+class UniformController(FixedController):
+    """Keeps the same fraction of every matrix."""
+
+    def num_kept(self, limit: int) -> list[int]:
+        return uniform_allocation(self.account.curves, limit - self.account.fixed)
 
 
 @dataclass(frozen=True, kw_only=True)

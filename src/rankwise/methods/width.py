@@ -24,7 +24,7 @@ from rankwise.core.targets import Target
 from rankwise.core.widths import WidthMatrix, WidthSite, width_curve
 from rankwise.errors import BudgetError
 from rankwise.methods.base import Factorizer, Method, as_parameter
-from rankwise.methods.gatings import LearnedGates
+from rankwise.methods.paper import LearnedGates
 from rankwise.methods.svd import ScoredController, ScoredGate
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import DataError
-from rankwise.lab.data import Corpus, load_corpus, text
+from rankwise.lab.data import Corpus, load_corpus, vocabulary
 from rankwise.lab.data import corpus as prepare
 from rankwise.lab.data.download import PUBLISHED, Published
 from rankwise.lab.data.sources import enwik8_words, load_prepared, strip_markup
-from rankwise.lab.data.text import Text, text_of
-from rankwise.lab.data.vocabulary import Kind, Vocabulary, by_frequency, smallest_dtype, symbols_of
+from rankwise.lab.data.vocabulary import SYMBOLS, Kind, Text, Vocabulary, by_frequency, smallest_dtype, text_of
 
 PROSE = "the cat sat on the mat .\nthe dog, não, sat on the cat .\n\n" * 30
 
@@ -49,16 +49,16 @@ def whole(corpus: Corpus) -> str:
 
 def made_of(kind: Kind, content: str) -> Vocabulary:
     """The vocabulary of a text."""
-    symbols = symbols_of(kind)
+    symbols = SYMBOLS[kind]()
     numbers = np.concatenate([np.zeros(0, np.int64), *symbols.number(in_blocks(content.encode(), 7))])
     counts = np.bincount(numbers, minlength=symbols.num_numbers)
     return by_frequency(kind, symbols, counts, counts, 1)[0]
 
 
 def left(cache: Path) -> list[str]:
-    """All that is in a cache but the folder of corpora and its mark."""
+    """All that is in a cache but the folder of corpora and its lock."""
     found = sorted(path.name for path in cache.rglob("*")) if cache.exists() else []
-    return [name for name in found if name not in ("corpora", ".rankwise")]
+    return [name for name in found if name not in ("corpora", ".lock")]
 
 
 def test_a_text_file_is_split_by_position_and_nothing_is_lost(tmp_path, cache):
@@ -104,7 +104,7 @@ def test_numbering_does_not_depend_on_the_blocks(kind: Kind, content: str, size:
     data = content.encode()
     spelled = []
     for blocks in (size, 1000):
-        symbols = symbols_of(kind)
+        symbols = SYMBOLS[kind]()
         numbers = [number for block in symbols.number(in_blocks(data, blocks)) for number in block.tolist()]
         spelled.append(symbols.spell(np.array(numbers, np.int64)))
     assert spelled[0] == spelled[1]
@@ -118,7 +118,7 @@ def test_numbering_does_not_depend_on_the_blocks(kind: Kind, content: str, size:
 
 @given(content=words.filter(str.strip), min_count=st.integers(1, 4))
 def test_the_vocabulary_is_sorted_by_frequency_and_rare_words_are_unknown(content: str, min_count: int):
-    symbols = symbols_of("word")
+    symbols = SYMBOLS["word"]()
     numbers = np.concatenate(list(symbols.number(in_blocks(content.encode(), 1000))))
     counts = np.bincount(numbers, minlength=symbols.num_numbers)
     vocabulary, table = by_frequency("word", symbols, counts, counts, min_count)
@@ -134,7 +134,7 @@ def test_the_vocabulary_is_sorted_by_frequency_and_rare_words_are_unknown(conten
 
 @given(numbers=st.lists(st.integers(0, 7)))
 def test_words_survive_the_round_trip(numbers: list[int]):
-    symbols = symbols_of("word")
+    symbols = SYMBOLS["word"]()
     seen = np.concatenate(list(symbols.number(in_blocks(b"a b\nc <unk> d <eos>x \xc2\xa0y", 1000))))
     counts = np.bincount(seen, minlength=symbols.num_numbers)
     vocabulary, _ = by_frequency("word", symbols, counts, counts, 1)
@@ -275,7 +275,7 @@ def test_words_of_a_dump_do_not_depend_on_the_blocks(tmp_path, monkeypatch):
     path.write_text("".join(page.format(number) for number in range(20)) + "<text>cut off", encoding="utf-8")
     expected = "".join(f"żółw {number}\nand b\n" for number in range(20))
     for size in (1, 37, 10_000):
-        monkeypatch.setattr(text, "BLOCK_BYTES", size)
+        monkeypatch.setattr(vocabulary, "BLOCK_BYTES", size)
         assert b"".join(enwik8_words(path).blocks()).decode() == expected
 
 
@@ -370,7 +370,7 @@ def test_bad_input_is_refused_in_one_sentence_and_nothing_is_kept(tmp_path, cach
 
 
 def test_bytes_that_are_not_utf8_are_found_across_blocks(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(text, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 7)
     path = tmp_path / "t"
     path.write_bytes("żółw ".encode() * 9 + b"\xff" + b"more text")
     for unit in ("character", "word"):
@@ -394,57 +394,24 @@ def test_two_preparations_at_the_same_time_do_not_disturb_each_other(tmp_path, c
     path = tmp_path / "prose.txt"
     path.write_text(PROSE)
     inner = []
-    outer = load_corpus(path, cache=cache, progress=lambda *call: inner.append(load_corpus(path, cache=cache)))
-    assert whole(outer) == whole(inner[0]) == PROSE
+    with ThreadPoolExecutor() as pool:
+        outer = load_corpus(
+            path, cache=cache, progress=lambda *call: inner.append(pool.submit(load_corpus, path, cache=cache))
+        )
+        assert whole(outer) == whole(inner[0].result()) == PROSE
     assert left(cache)[-1] == "vocabulary.json"
     assert len(list(cache.glob("*/*/"))) == 1
 
 
-def test_what_a_killed_preparation_left_is_swept_after_a_day(tmp_path, cache):
+def test_what_a_killed_preparation_left_gives_way_to_the_next(tmp_path, cache):
     path = tmp_path / "prose.txt"
     path.write_text(PROSE)
-    corpora = load_corpus(path, cache=cache).folder.parent
-    old, new = corpora / ".prose-0123456789abcdef.00000000", corpora / ".prose-0123456789abcdef.11111111"
-    for folder in (old, new):
-        folder.mkdir(parents=True)
-    os.utime(old, (0, 0))
-    load_corpus(path, cache=cache, unit="word")
-    assert (old.exists(), new.exists()) == (False, True)
-
-
-NAMES = [
-    ".prose-0123456789abcdef.00000000", ".notes-2024.abcdefgh", ".a-b.12345678", "notes", ".prose-0123456789abcdef"
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("inside", ["", "corpora"])
-def test_a_cache_is_swept_only_of_what_was_made_there(tmp_path, cache, inside):
-    path = tmp_path / "prose.txt"
-    path.write_text(PROSE)
-    # a folder of the user's, whatever it is called
-    kept = [cache / inside / name / "file" for name in NAMES]
-    for file in kept:
-        file.parent.mkdir(parents=True)
-        file.touch()
-        os.utime(file.parent, (0, 0))
+    folder = load_corpus(path, cache=cache).folder
+    unfinished = folder.with_name(f".{folder.name}")
+    folder.rename(unfinished)
+    (unfinished / "scratch").touch()
     assert whole(load_corpus(path, cache=cache)) == PROSE
-    assert all(file.exists() for file in kept)
-
-
-def test_what_is_no_folder_of_ours_stays_where_corpora_are(tmp_path, cache):
-    path = tmp_path / "prose.txt"
-    path.write_text(PROSE)
-    corpora, elsewhere = load_corpus(path, cache=cache).folder.parent, tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").touch()
-    os.utime(elsewhere, (0, 0))
-    (corpora / ".prose-0123456789abcdef.22222222").symlink_to(elsewhere)
-    for name in NAMES[1:]:
-        (corpora / name).mkdir()
-        os.utime(corpora / name, (0, 0))
-    load_corpus(path, cache=cache, unit="word")
-    assert (elsewhere / "file").exists()
-    assert all((corpora / name).exists() for name in NAMES[1:])
+    assert not unfinished.exists() and not (folder / "scratch").exists()
 
 
 def test_a_prepared_corpus_is_found_by_its_fingerprint_without_its_text(tmp_path, cache):

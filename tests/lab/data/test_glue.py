@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import DataError
+from rankwise.lab.data import glue
 from rankwise.lab.data.download import Published, fetch
-from rankwise.lab.data.glue import TASKS, load_glue, read, score, task_named
-from rankwise.lab.data.glue.read import read_rows
-from rankwise.lab.data.glue.tasks import accuracy, f1, matthews, pearson, ranks, spearman
+from rankwise.lab.data.glue import TASKS, load_glue, read_rows, task_named
+from rankwise.lab.data.rows import accuracy, f1, matthews, pearson, ranks, score, spearman
 
 BITS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=30)
 NUMBERS = st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=20)
@@ -170,7 +170,7 @@ def test_mrpc_is_split_by_the_published_numbers(tmp_path: Path, monkeypatch: pyt
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\r\n".join([*contents[path.name], ""]), encoding="utf-8", newline="")
 
-    monkeypatch.setattr(read, "download", download)
+    monkeypatch.setattr(glue, "download", download)
     data = load_glue("mrpc", cache=tmp_path)
     assert [texts[0] for texts in data.dev.texts] == ["left 2", "left 5"]
     assert [texts[1] for texts in data.train.texts] == ["right 0", "right 1", "right 3", "right 4"]
@@ -187,8 +187,8 @@ def test_an_archive_is_unpacked_without_checksums_of_its_files(tmp_path: Path) -
 
 
 def test_every_task_has_a_home() -> None:
-    assert {task.title for task in TASKS.values()} == {*read.ARCHIVES, "MRPC"}
-    assert all(len(found.digest or "") == len("sha256:") + 64 for found in read.ARCHIVES.values())
+    assert {task.title for task in TASKS.values()} == {*glue.ARCHIVES, "MRPC"}
+    assert all(len(found.digest or "") == len("sha256:") + 64 for found in glue.ARCHIVES.values())
 
 
 def test_the_real_files_have_the_published_rows(tmp_path: Path) -> None:

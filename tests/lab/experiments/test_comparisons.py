@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import rankwise as rw
-from rankwise.lab.experiments.fields import override
-from rankwise.lab.experiments.pipeline import prune, run
+from rankwise.cli.settings import override
+from rankwise.lab.experiments.pipeline import prune, run, sweep
 from rankwise.lab.experiments.run_folder import read_experiment
-from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
 from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.methods import make_method

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.plans import find_plan
-from rankwise.lab.experiments.fields import override
-from rankwise.lab.experiments.latency import FILE, find_latency
+from rankwise.cli.settings import override
+from rankwise.lab.experiments.latency import FILE, find_latency, with_size
 from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import PRESETS
 from rankwise.lab.tasks.base import Experiment
@@ -51,24 +51,24 @@ def test_what_is_found_is_a_size_and_a_plan_of_an_experiment(tmp_path: Path) -> 
     model, experiment = Slow(), asked(16, tmp_path)
     found = find_latency(experiment, model, find_plan(model), INPUTS, tmp_path / "run")
     assert found is not None
-    assert found.measured <= found.asked == 16 < found.dense
-    sized = found.applied(experiment)
-    assert sized.budget == rw.Budget(params=found.params)
+    assert found["measured"] <= found["asked"] == 16 < found["dense"]
+    sized = with_size(experiment, found)
+    assert sized.budget == rw.Budget(params=found["params"])
     plan = find_plan(model, exclude=sized.exclude)
     small = rw.compress(model, sized.budget, plan=plan)
-    assert rw.count(small) <= found.params < rw.count(model)
+    assert rw.count(small) <= found["params"] < rw.count(model)
     names = {name for name, _ in model.named_modules()}
-    assert {site.name for site in plan.sites} == {"layers.0", "layers.1", "layers.2"} - set(found.left_dense)
-    assert set(found.left_dense) <= names
+    assert {site.name for site in plan.sites} == {"layers.0", "layers.1", "layers.2"} - set(found["left_dense"])
+    assert set(found["left_dense"]) <= names
     # what asks for a size keeps it
-    assert found.applied(toy(tmp_path)) == toy(tmp_path)
+    assert with_size(toy(tmp_path), found) == toy(tmp_path)
 
 
 def test_it_is_measured_once(tmp_path: Path) -> None:
     model, experiment = Slow(), asked(16, tmp_path)
     found = find_latency(experiment, model, find_plan(model), INPUTS, tmp_path)
     assert found is not None
-    (tmp_path / FILE).write_text(json.dumps(found.record()))
+    (tmp_path / FILE).write_text(json.dumps(found))
     unable = model.to("meta")
     assert find_latency(experiment, unable, find_plan(unable), INPUTS, tmp_path) == found
     # another time, or other inputs, must be measured

@@ -15,17 +15,23 @@ import torch
 import transformers as hf
 
 import rankwise as rw
+from rankwise.cli.settings import override, settings
 from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.glue import TASKS, load_glue
-from rankwise.lab.data.tokenized import TokenizedTexts
-from rankwise.lab.experiments.fields import override, settings
-from rankwise.lab.experiments.pipeline import run
+from rankwise.lab.experiments.pipeline import run, sweep
 from rankwise.lab.experiments.presets import glue
-from rankwise.lab.experiments.sweep import sweep
 from rankwise.lab.report import table
 from rankwise.lab.tasks.base import from_json
-from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment, check_encoder, held_apart, load_encoder, predict
+from rankwise.lab.tasks.sentences import (
+    ENCODERS,
+    GlueExperiment,
+    TokenizedTexts,
+    check_encoder,
+    held_apart,
+    load_encoder,
+    predict,
+)
 from tests.lab.experiments.glue_toys import encoder, mrpc, toy
 
 pytestmark = [

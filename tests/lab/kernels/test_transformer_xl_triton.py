@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.kernels import linear
-from rankwise.lab.kernels import compiled, embedding
+from rankwise.lab.kernels import layers
 from rankwise.lab.kernels.relative_attention import reference
 from rankwise.lab.models import transformer_xl as models
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -73,7 +73,7 @@ def test_a_compiled_norm_of_a_sum_is_that_of_torch(rate: float) -> None:
     module, dropout = nn.LayerNorm(64, device=DEVICE), nn.Dropout(rate)
     x, addend = some(70, 64), some(70, 64)
     with torch.autocast("cuda", torch.bfloat16):
-        got = outputs_and_gradients(lambda x, y: compiled.norm_of_sum(module, x, y, dropout), [x, addend])
+        got = outputs_and_gradients(lambda x, y: layers.norm_of_sum(module, x, y, dropout), [x, addend])
     dropped = got["d1"] == 0
     assert abs(float(dropped.float().mean()) - rate) < 0.06
 
@@ -93,7 +93,7 @@ def test_a_compiled_norm_and_loss_are_those_of_torch() -> None:
         return outputs_and_gradients(lambda x: loss(norm(x).bfloat16()), [x])
 
     with torch.autocast("cuda", torch.bfloat16):
-        got = run(lambda x: compiled.norm(module, x), lambda y: compiled.cross_entropy(y, targets, -1))
+        got = run(lambda x: layers.norm(module, x), lambda y: layers.cross_entropy(y, targets, -1))
         want = run(module, lambda y: nn.functional.cross_entropy(y.float(), targets, ignore_index=-1))
     assert_same(got, want, BF16)
 
@@ -102,7 +102,7 @@ def test_a_compiled_norm_and_loss_are_those_of_torch() -> None:
 @pytest.mark.parametrize("size", [(1,), (7, 33), (3000,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_relu_is_that_of_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    from rankwise.lab.kernels.relu import relu_dropout
+    from rankwise.lab.kernels.dropout import relu_dropout
 
     x = some(*size, dtype=dtype)
     got = outputs_and_gradients(lambda x: relu_dropout(x, 0.0), [x])
@@ -111,7 +111,7 @@ def test_relu_is_that_of_torch(size: tuple[int, ...], dtype: torch.dtype) -> Non
 
 @kernels
 def test_relu_drops_its_share_and_no_gradient_passes_there() -> None:
-    from rankwise.lab.kernels.relu import relu_dropout
+    from rankwise.lab.kernels.dropout import relu_dropout
 
     x = some(100, 40)
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_a_look_up_in_half_precision_is_that_of_torch(words: int, width: int) ->
         return outputs_and_gradients(lambda weight: look_up(), [table.weight])
 
     with torch.autocast("cuda", torch.bfloat16):
-        got = run(lambda: embedding.call(table, index))
+        got = run(lambda: layers.look_up(table, index))
     assert_same(got, run(lambda: table(index)), BF16)
 
 

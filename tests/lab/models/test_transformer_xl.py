@@ -259,9 +259,9 @@ def test_a_memory_that_does_not_fit_is_refused() -> None:
         ({"num_heads": 0}, "`num_heads` must be positive, but is 0"),
         ({"width": 9}, "`width` must be even .* but is 9"),
         ({"dropout": 1.0}, "`dropout` must be at least 0 and below 1, but is 1.0"),
-        ({"memory_length": -1}, "`memory_length` must not be negative, but is -1"),
+        ({"memory_length": -1}, "`memory_length` must be at least 0, but is -1"),
         ({"memory_length": 0, "same_length": True}, "`memory_length` must be positive with `same_length`, but is 0"),
-        ({"clamp_length": 0}, "`clamp_length` must be positive or None, but is 0"),
+        ({"clamp_length": 0}, "`clamp_length` must be positive, but is 0"),
     ],
 )
 def test_a_bad_setting_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import rankwise as rw
+from rankwise.cli.settings import override, settings
 from rankwise.core.budget import Budget
 from rankwise.lab.experiments.bench import find_models
-from rankwise.lab.experiments.fields import override, settings
 from rankwise.lab.experiments.pipeline import prune, run, train
 from rankwise.lab.experiments.run_folder import find_run, read_experiment
 from rankwise.lab.report import table

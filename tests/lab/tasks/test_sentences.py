@@ -11,9 +11,9 @@ import transformers as hf
 
 from rankwise.cli import app
 from rankwise.errors import DataError, RankwiseError
+from rankwise.lab.data.rows import Columns, read_table
 from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.tasks.pretrained import PretrainedConfig
-from rankwise.lab.tasks.rows import Columns, read_table
 from tests.lab.experiments.experiment_toys import Phases
 from tests.lab.experiments.glue_toys import encoder
 from tests.lab.tasks.task_toys import LABELS, rows_file, sentences

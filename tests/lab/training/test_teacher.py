@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.lab.data.windows import IGNORED
-from rankwise.lab.tasks.stream_loss import Streams, distillation_loss
+from rankwise.lab.tasks.language import Streams, distillation_loss
 from rankwise.lab.training import TrainingConfig, fit
 from rankwise.lab.training.records import RunFolder
 from tests.lab.training.training_toys import CONFIG, make_corpus, make_model, run

@@ -11,7 +11,7 @@ import torch
 
 from rankwise.errors import CheckpointError
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
-from tests.flips import flipped, unsealed
+from tests.flips import flipped
 from tests.lab.training.test_training_resume import At, KillError, assert_same, kill
 from tests.lab.training.training_toys import run
 
@@ -72,15 +72,6 @@ def test_the_file_and_what_the_run_does_without_it_are_named(
     weights = tmp_path / "step-4" / "model.safetensors"
     with flipped(weights, 8 * weights.stat().st_size - 2):
         assert not same(checkpoints.load(4), checkpoint)
-
-
-def test_a_checkpoint_of_before_checksums_is_gone_on_from(tmp_path: Path) -> None:
-    whole = run("sru", "flop-l0", tmp_path / "whole")
-    with pytest.raises(KillError):
-        run("sru", "flop-l0", tmp_path / "run", progress=At(9, kill))
-    for path in (tmp_path / "run" / "checkpoints").glob("*/checkpoint.json"):
-        path.write_text(json.dumps(unsealed(json.loads(path.read_text()))))
-    assert_same(whole, run("sru", "flop-l0", tmp_path / "run"))
 
 
 def test_a_run_with_a_flipped_bit_ends_with_the_same_weights_once_that_checkpoint_is_gone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import rankwise.lab.tasks.stream_loss as streams
+import rankwise.lab.tasks.language as streams
 from rankwise.errors import CheckpointError
 from rankwise.lab.training import Interrupted, Outcome, Progress
 from rankwise.lab.training.records import RunFolder

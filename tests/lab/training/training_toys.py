@@ -24,7 +24,7 @@ from rankwise.lab.data.sources import load_corpus
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
-from rankwise.lab.tasks.stream_loss import Streams
+from rankwise.lab.tasks.language import Streams
 from rankwise.lab.training import Outcome, Progress, TrainingConfig, fit
 
 LETTERS = "abcdefgh"

@@ -1,13 +1,190 @@
-"""Compact models in the formats of other engines: `onnx`, `openvino` and `pt2`. Each has the same two functions:
+"""Compact models in the formats of other engines: `onnx`, `openvino` and `pt2`, each a `Format` with two methods.
 
 export(model, example_inputs, path, int8=False) -> Exported     a new folder, kept only if outputs are equal
 load(path) -> runner                                            runner(**inputs) gives outputs by name
 """
 
-from types import ModuleType
+from __future__ import annotations
 
-from rankwise.deploy.export import onnx, openvino, pt2
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-FORMATS: dict[str, ModuleType] = {"onnx": onnx, "openvino": openvino, "pt2": pt2}
+import torch
+from torch import Tensor
 
-__all__ = ["FORMATS", "onnx", "openvino", "pt2"]
+from rankwise.deploy.export.check import Exported, Format, Runner, as_flat_numpy, imported
+from rankwise.deploy.export.program import Captured, flatten, one_line_errors, quiet
+from rankwise.errors import CheckpointError, first_line
+
+__all__ = ["FORMATS", "Exported", "Format", "Runner", "onnx", "openvino", "pt2"]
+
+SETTINGS = {"session.force_spinning_stop": "1"}
+"""Without it the threads of a session spin for tens of milliseconds after an answer, and slow down what runs next."""
+SLOW = ["SkipLayerNormFusion"]
+"""Rewritings of the runtime to leave out: on CPUs its kernel for an addition and a layer norm is slower than both."""
+LARGE = 1.5e9
+"""Bytes of weights that need a file of their own: one of ONNX holds two gigabytes at most."""
+PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+"""Without the hint OpenVINO computes in bfloat16 wherever the processor can."""
+NAMES = "outputs.json"
+
+
+class Onnx(Format):
+    """ONNX, by torch's exporter on top of `torch.export`; runs in ONNX Runtime on the CPU.
+
+    With `int8`, weights are stored in 8 bits and activations quantized dynamically.
+    """
+
+    name, file, packages = "onnx", "model.onnx", ("onnx", "onnxscript", "onnxruntime")
+
+    def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
+        _allow_any_strides(captured.program)
+        try:
+            made: Any = torch.onnx.export(
+                captured.program,
+                (captured.inputs,),
+                dynamo=True,
+                verbose=False,
+                input_names=list(captured.inputs),
+                output_names=captured.outputs,
+            )
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise CheckpointError(
+                f"The model must be one that ONNX can represent, but its exporter says: {first_line(cause)}"
+            ) from error
+        size = sum(p.numel() * p.element_size() for p in captured.reference.parameters())
+
+        def write(folder: Path) -> None:
+            made.save(folder / self.file, external_data=size > LARGE)
+            if int8:
+                self._quantize(folder)
+
+        return write
+
+    def _quantize(self, folder: Path) -> None:
+        quantization = imported("onnxruntime.quantization", package="onnxruntime")
+        onnx = imported("onnx")
+        dense = folder / f"dense-{self.file}"
+        graph = onnx.load(folder / self.file)
+        # shapes that the exporter notes of matrices which it transposes later stop the quantizer, which infers its own
+        del graph.graph.value_info[:]
+        onnx.save(graph, dense)
+        kind = quantization.QuantType.QInt8
+        quantization.quantize_dynamic(dense, folder / self.file, weight_type=kind, per_channel=True)
+        dense.unlink()
+
+    def load(self, path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
+        """An exported folder in ONNX Runtime on the CPU."""
+        runtime = imported("onnxruntime")
+        file = self.found(path)
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        for name, value in SETTINGS.items():
+            options.add_session_config_entry(name, value)
+        with one_line_errors(f"{file} must run in ONNX Runtime, but it says"):
+            session = runtime.InferenceSession(
+                str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW
+            )
+        inputs, outputs = ([port.name for port in ports] for ports in (session.get_inputs(), session.get_outputs()))
+
+        def run(**given: Any) -> dict[str, Tensor]:
+            found = session.run(None, as_flat_numpy(given, inputs))
+            return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+
+        return run
+
+
+def _allow_any_strides(program: torch.export.ExportedProgram) -> None:
+    """Make views valid for any strides: the exporter splits attention into products whose results have others.
+
+    ONNX has no strides, so the exported graph copies nothing.
+    """
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.target in views:
+            source = node.args[0]
+            with program.graph.inserting_before(node):
+                contiguous = program.graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+            contiguous.meta.update(source.meta)
+            node.args = (contiguous, *node.args[1:])
+
+
+class OpenVino(Format):
+    """OpenVINO, straight from `torch.export`, in float32 on the CPU; with `int8`, weights in 8 bits (by NNCF)."""
+
+    name, file, packages, int8_packages = "openvino", "model.xml", ("openvino",), ("nncf",)
+
+    def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
+        openvino = imported("openvino")
+        with one_line_errors("The model must be one that OpenVINO can represent, but its converter says"):
+            made = openvino.convert_model(captured.program)
+            for port, shape in zip(made.inputs, captured.shapes.values(), strict=True):
+                port.node.set_partial_shape(openvino.PartialShape([-1 if isinstance(n, str) else n for n in shape]))
+            made.validate_nodes_and_infer_types()
+        for ports, names in ((made.inputs, captured.inputs), (made.outputs, captured.outputs)):
+            for port, name in zip(ports, names, strict=True):
+                port.tensor.set_names({name})
+
+        def write(folder: Path) -> None:
+            small = made
+            if int8:
+                nncf = imported("nncf")
+                small = nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
+            openvino.save_model(small, folder / self.file, compress_to_fp16=False)
+
+        return write
+
+    def load(self, path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
+        """An exported folder in OpenVINO on the CPU, in float32."""
+        openvino = imported("openvino")
+        file = self.found(path)
+        settings = {**PRECISE, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
+        with one_line_errors(f"{file} must run in OpenVINO, but it says"):
+            read = openvino.Core().read_model(file)
+            compiled = openvino.compile_model(read, "CPU", settings)
+        # not from the compiled model, whose ports also carry the names of operations that were optimized away
+        inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
+
+        def run(**given: Any) -> dict[str, Tensor]:
+            found = compiled(as_flat_numpy(given, inputs))
+            return {name: torch.from_numpy(found[i].copy()) for i, name in enumerate(outputs)}
+
+        return run
+
+
+class Pt2(Format):
+    """`torch.export`'s own file: runs in PyTorch without the model's code.
+
+    The format is torch's. Unlike what `rankwise.save` writes, it can hold code: load only files that you trust.
+    """
+
+    name, file, int8_packages = "pt2", "model.pt2", None
+
+    def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
+        names = {NAMES: json.dumps(captured.outputs)}
+        return lambda folder: torch.export.save(captured.program, folder / self.file, extra_files=names)
+
+    def load(self, path: str | os.PathLike[str], *, compile: bool = False) -> Runner:
+        """An exported folder in PyTorch; with `compile`, by `torch.compile`."""
+        file, extra = self.found(path), {NAMES: ""}
+        with quiet(), one_line_errors(f"{file} must run in this torch, but it says"):
+            module: Any = torch.export.load(file, extra_files=extra).module()
+        outputs = json.loads(extra[NAMES])
+        call = torch.compile(module) if compile else module
+
+        def run(**given: Any) -> dict[str, Tensor]:
+            with torch.inference_mode():
+                return dict(zip(outputs, call(flatten(given)), strict=True))
+
+        return run
+
+
+onnx, openvino, pt2 = Onnx(), OpenVino(), Pt2()
+FORMATS: dict[str, Format] = {format.name: format for format in (onnx, openvino, pt2)}

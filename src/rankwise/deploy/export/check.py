@@ -1,18 +1,20 @@
-"""Write an exported model, load it again, and keep it only if its outputs are those of the model."""
+"""A format writes an exported model, loads it again, and keeps it only if its outputs are those of the model."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rankwise.deploy.export.program import Captured, Inputs, flatten, one_line_errors, quiet
+from rankwise.deploy.export.program import Captured, Inputs, capture, flatten, one_line_errors, quiet
 from rankwise.deploy.save import whole_folder
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line, install_extra
 from rankwise.files import sync, write_json
@@ -22,12 +24,8 @@ from rankwise.version import VERSION
 SUMMARY = "export.json"
 TOLERANCE, INT8_TOLERANCE = 1e-4, 0.1
 """Largest relative difference of outputs that is accepted, of float32 and of 8-bit weights."""
-
-
-class Runner(Protocol):
-    """A loaded model: called with the model's inputs by name, it gives its outputs by name."""
-
-    def __call__(self, **inputs: Any) -> dict[str, Tensor]: ...
+Runner = Callable[..., dict[str, Tensor]]
+"""A loaded model: called with the model's inputs by name, it gives its outputs by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,49 +46,100 @@ class Exported:
     outputs: list[str]
 
 
-def write_checked(
-    captured: Captured,
-    path: str | os.PathLike[str],
-    *,
-    format: str,
-    write: Callable[[Path], None],
-    load: Callable[[Path], Runner],
-    int8: bool,
-    tolerance: float | None,
-) -> Exported:
-    """Write a new folder; it gets its name once what is in it has been loaded and compared with the model."""
-    allowed = tolerance if tolerance is not None else INT8_TOLERANCE if int8 else TOLERANCE
-    target = Path(path).resolve()
-    if target.exists():
-        raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
-    compared = list(_inputs_to_compare(captured))
-    expected = [captured.expected, *(reference_outputs(captured, case) for case in compared[1:])]
-    with whole_folder(target) as unfinished:
-        rule = f"The model must be one that can be written as {format}, but its tools say"
-        with one_line_errors(rule, keep=(OSError,)), quiet():
-            write(unfinished)
-        files = sorted(unfinished.iterdir())
-        difference = largest_difference(load(unfinished), compared, expected, format)
-        if not difference <= allowed:
+class Format(ABC):
+    """A format of another engine."""
+
+    name: ClassVar[str]
+    file: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]] = ()
+    """What must be installed."""
+    int8_packages: ClassVar[tuple[str, ...] | None] = ()
+    """What else must be for weights of 8 bits; None where there are none."""
+
+    @abstractmethod
+    def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
+        """Convert a captured model; what is returned writes it into a folder."""
+
+    @abstractmethod
+    def load(self, path: str | os.PathLike[str]) -> Runner:
+        """An exported folder in the engine."""
+
+    def found(self, folder: str | os.PathLike[str]) -> Path:
+        """The file of an exported model; refuses a folder that holds none."""
+        path = Path(folder) / self.file
+        if not path.is_file():
             raise CheckpointError(
-                f"The exported model must give the outputs of the model within {allowed:g}, but they differ by "
-                f"{difference:.2g} of the largest in {format}{' with int8' if int8 else ''}. Nothing was written. "
-                + ("Export without int8, or allow more." if int8 else "Choose another format.")
+                f"A model exported to {self.name} must hold {self.file}, but {folder} does not. "
+                f"Give a folder that `rankwise export --to {self.name}` wrote."
             )
-        made = Exported(
-            folder=target,
-            format=format,
-            int8=int8,
-            bytes=sum(file.stat().st_size for file in files),
-            difference=difference,
-            checked=[{name: list(tensor.shape) for name, tensor in case.items()} for case in compared],
-            shapes=_checked_shapes(captured, compared),
-            outputs=captured.outputs,
-        )
-        write_json(unfinished / SUMMARY, {**asdict(made), "folder": target.name, "rankwise": VERSION})
-        for file in files:
-            sync(file)
-    return made
+        return path
+
+    def export(
+        self,
+        model: nn.Module,
+        example_inputs: Inputs,
+        path: str | os.PathLike[str],
+        *,
+        int8: bool = False,
+        tolerance: float | None = None,
+    ) -> Exported:
+        """Write a new folder; it gets its name once what is in it has been loaded and compared with the model."""
+        if int8 and self.int8_packages is None:
+            raise CheckpointError(
+                f"`int8` goes with onnx and openvino, but the format is {self.name}. Choose one of these."
+            )
+        for package in (*self.packages, *((self.int8_packages or ()) if int8 else ())):
+            imported(package)
+        target = Path(path).resolve()
+        if target.exists():
+            raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
+        captured = capture(model, example_inputs)
+        with quiet():
+            write = self.convert(captured, int8)
+        with whole_folder(target) as unfinished:
+            rule = f"The model must be one that can be written as {self.name}, but its tools say"
+            with one_line_errors(rule, keep=(OSError,)), quiet():
+                write(unfinished)
+            files = sorted(unfinished.iterdir())
+            allowed = tolerance if tolerance is not None else INT8_TOLERANCE if int8 else TOLERANCE
+            made = Exported(
+                folder=target,
+                format=self.name,
+                int8=int8,
+                bytes=sum(file.stat().st_size for file in files),
+                outputs=captured.outputs,
+                **_compared(captured, self.load(unfinished), self.name),
+            )
+            if not made.difference <= allowed:
+                raise CheckpointError(
+                    f"The exported model must give the outputs of the model within {allowed:g}, but they differ by "
+                    f"{made.difference:.2g} of the largest in {self.name}{' with int8' if int8 else ''}. Nothing was "
+                    f"written. {'Export without int8, or allow more.' if int8 else 'Choose another format.'}"
+                )
+            write_json(unfinished / SUMMARY, {**asdict(made), "folder": target.name, "rankwise": VERSION})
+            for file in files:
+                sync(file)
+        return made
+
+
+def _compared(captured: Captured, run: Runner, format: str) -> dict[str, Any]:
+    """The difference to the model, the shapes that were compared, and which sizes are open."""
+    cases = list(_inputs_to_compare(captured))
+    with torch.no_grad(), evaluating(captured.reference):
+        more = [dict(zip(captured.outputs, captured.reference(case), strict=True)) for case in cases[1:]]
+    example = captured.inputs
+    return {
+        "difference": largest_difference(run, cases, [captured.expected, *more], format),
+        "checked": [{name: list(tensor.shape) for name, tensor in case.items()} for case in cases],
+        # a letter only where another size was compared
+        "shapes": {
+            name: [
+                size if any(case[name].shape[i] != example[name].shape[i] for case in cases) else example[name].shape[i]
+                for i, size in enumerate(shape)
+            ]
+            for name, shape in captured.shapes.items()
+        },
+    }
 
 
 def _inputs_to_compare(captured: Captured) -> Iterator[dict[str, Tensor]]:
@@ -139,23 +188,6 @@ def _resized(tensor: Tensor, shape: list[int | str], sizes: dict[str, int]) -> T
     return tensor.contiguous()
 
 
-def _checked_shapes(captured: Captured, compared: list[dict[str, Tensor]]) -> dict[str, list[int | str]]:
-    """The shapes of inputs: a letter only where another size was compared, otherwise the size of the example."""
-    return {
-        name: [
-            size if any(case[name].shape[i] != captured.inputs[name].shape[i] for case in compared) else int(fixed)
-            for i, (size, fixed) in enumerate(zip(shape, captured.inputs[name].shape, strict=True))
-        ]
-        for name, shape in captured.shapes.items()
-    }
-
-
-def reference_outputs(captured: Captured, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs of the model itself."""
-    with torch.no_grad(), evaluating(captured.reference):
-        return dict(zip(captured.outputs, captured.reference(inputs), strict=True))
-
-
 def largest_difference(
     run: Runner, compared: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], format: str
 ) -> float:
@@ -189,21 +221,8 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def check_folder(folder: str | os.PathLike[str], format: str, file: str) -> Path:
-    """The file of an exported model; refuses a folder that holds none."""
-    path = Path(folder) / file
-    if not path.is_file():
-        raise CheckpointError(
-            f"A model exported to {format} must hold {file}, but {folder} does not. "
-            f"Give a folder that `rankwise export --to {format}` wrote."
-        )
-    return path
-
-
 def imported(name: str, *, package: str | None = None) -> Any:
     """Import a package of an engine, or say in one line which one is missing."""
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -216,8 +235,7 @@ def imported(name: str, *, package: str | None = None) -> Any:
 def as_flat_numpy(inputs: Inputs, wanted: list[str]) -> dict[str, Any]:
     """The inputs that the program reads, as flat numpy arrays."""
     flat = flatten(inputs)
-    missing = [name for name in wanted if name not in flat]
-    if missing:
+    if missing := [name for name in wanted if name not in flat]:
         raise InvalidTypeError(
             f"The exported model needs {', '.join(missing)}, but got {', '.join(flat) or 'nothing'}."
         )

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rankwise.core.copies import copied
 from rankwise.core.layers import GatedLayer
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
-from rankwise.swap import become
+from rankwise.swap import become, copied
 
 _SIZES = ("in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx")
 """What layers of PyTorch tell of themselves, and those in their place do too."""
@@ -76,32 +75,41 @@ class FlatModel(nn.Module):
 
 def flatten(inputs: Inputs) -> dict[str, Tensor]:
     """The inputs by name, with every part of a tuple under a name of its own."""
-    return _unique(_flattened(inputs), "Inputs")
-
-
-def _flattened(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
-            yield from ((f"{name}_{i}", part) for i, part in enumerate(value))
-        else:
+        parts = value if isinstance(value, tuple | list) and value else (value,)
+        if not all(isinstance(part, Tensor) for part in parts):
             raise InvalidTypeError(
                 f"`example_inputs` must hold tensors, or tuples of them, by name, but {name!r} is "
                 f"{type(value).__name__} instead. Example: {{'input_ids': tokens}}."
             )
+    return _flat(inputs, "Inputs")
 
 
-def _unique(tensors: Iterator[tuple[str, Tensor]], kind: str) -> dict[str, Tensor]:
-    """The tensors by name; two of one name are refused."""
+def named_outputs(model: nn.Module, outputs: Any) -> dict[str, Tensor]:
+    """The outputs of a model by name, with every part of a tuple under a name of its own."""
+    if isinstance(outputs, Tensor):
+        return {"output": outputs}
+    if not isinstance(outputs, Mapping):
+        names = getattr(model, "output_names", [f"output_{i}" for i in range(len(outputs))])
+        outputs = dict(zip(names, outputs, strict=True))
+    return _flat(outputs, "Outputs")
+
+
+def _flat(values: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+    """The tensors among some values, by flat names; two of one name are refused."""
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if name in found:
-            raise CheckpointError(
-                f"{kind} must differ in their flat names, but two are called {name}: a part of a tuple, and another. "
-                "Rename one of them."
-            )
-        found[name] = tensor
+    for name, value in values.items():
+        parts = (
+            {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, tuple | list) else {name: value}
+        )
+        for flat_name, part in parts.items():
+            if flat_name in found:
+                raise CheckpointError(
+                    f"{kind} must differ in their flat names, but two are called {flat_name}: a part of a tuple, and "
+                    "another. Rename one of them."
+                )
+            if isinstance(part, Tensor):
+                found[flat_name] = part
     return found
 
 
@@ -120,7 +128,9 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     inputs = flatten(example_inputs)
     flat = FlatModel(exportable(model), example_inputs)
     reference = FlatModel(model, example_inputs)
-    shapes = {name: [_open_or_fixed(size) for size in tensor.shape] for name, tensor in inputs.items()}
+    # a graph captured with a size of 1 may hold for no other, where engines repeat what has that size
+    kinds = torch.export.Dim
+    shapes = {name: [kinds.STATIC if n == 1 else kinds.AUTO for n in tensor.shape] for name, tensor in inputs.items()}
     with quiet(), torch.no_grad(), evaluating(model):
         expected = named_outputs(model, model(**example_inputs))
         rule = "The model must be one that `torch.export` can capture, but it says"
@@ -129,14 +139,10 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
     return Captured(program, reference, inputs, expected, *_open_sizes(program, inputs))
 
 
-def _open_or_fixed(size: int) -> Any:
-    """A graph captured with a size of 1 may hold for no other, where engines repeat what has that size."""
-    return torch.export.Dim.STATIC if size == 1 else torch.export.Dim.AUTO
-
-
 def _open_sizes(
     program: torch.export.ExportedProgram, inputs: dict[str, Tensor]
 ) -> tuple[dict[str, list[int | str]], dict[str, tuple[int, int | None]]]:
+    """The sizes of each input, with a letter for each that is open, and the range of each letter."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     letters: dict[str, str] = {}
     shapes: dict[str, list[int | str]] = {}
@@ -144,16 +150,12 @@ def _open_sizes(
         # a size that the model fixes is a number by now, or a symbol that says one
         sizes = [str(size) for size in values[str(placeholder)].shape]
         shapes[name] = [int(s) if s.isdigit() else letters.setdefault(s, f"n{len(letters)}") for s in sizes]
-    bounds = {str(symbol): bound for symbol, bound in program.range_constraints.items()}
-    ranges = {letter: _range(bounds.get(symbol)) for symbol, letter in letters.items()}
+    ranges: dict[str, tuple[int, int | None]] = dict.fromkeys(letters.values(), (1, None))
+    for symbol, bounds in program.range_constraints.items():
+        if str(symbol) in letters:
+            upper = str(bounds.upper)
+            ranges[letters[str(symbol)]] = max(int(bounds.lower), 1), int(upper) if upper.isdigit() else None
     return shapes, ranges
-
-
-def _range(bounds: Any) -> tuple[int, int | None]:
-    if bounds is None:
-        return 1, None
-    upper = str(bounds.upper)
-    return max(int(bounds.lower), 1), int(upper) if upper.isdigit() else None
 
 
 @contextlib.contextmanager
@@ -161,32 +163,9 @@ def _sizes_of_one() -> Iterator[None]:
     """Let a program that is captured with a batch of 2 accept a batch of 1 where it can."""
     from torch.fx.experimental import _config
 
-    if hasattr(_config, "backed_size_oblivious"):
-        with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            yield
-    else:
+    known = hasattr(_config, "backed_size_oblivious")
+    with _config.patch(backed_size_oblivious=True) if known else contextlib.nullcontext():  # type: ignore[attr-defined]
         yield
-
-
-def named_outputs(model: nn.Module, outputs: Any) -> dict[str, Tensor]:
-    """The outputs of a model by name, with every part of a tuple under a name of its own."""
-    return _unique(_named(model, outputs), "Outputs")
-
-
-def _named(model: nn.Module, outputs: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(outputs, Tensor):
-        yield "output", outputs
-        return
-    if isinstance(outputs, Mapping):
-        parts = list(outputs.items())
-    else:
-        names = getattr(model, "output_names", [f"output_{i}" for i in range(len(outputs))])
-        parts = list(zip(names, outputs, strict=True))
-    for name, value in parts:
-        if isinstance(value, Tensor):
-            yield str(name), value
-        elif isinstance(value, tuple | list):
-            yield from ((f"{name}_{i}", part) for i, part in enumerate(value) if isinstance(part, Tensor))
 
 
 @contextlib.contextmanager

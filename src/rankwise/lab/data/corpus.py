@@ -4,7 +4,8 @@ On the disk it is a folder: `train.npy`, `valid.npy`, `test.npy`, `vocabulary.js
 
 To prepare it, the text is read in blocks and split once, into provisional numbers in a scratch file. Counting those of
 the training part gives the vocabulary; a second pass over the scratch file renumbers it by frequency. Memory holds a
-block and the distinct tokens, never the text. The folder gets its name only when it is complete.
+block and the distinct tokens, never the text. The folder gets its name only when it is complete; one process at a time
+prepares in a cache.
 """
 
 from __future__ import annotations
@@ -14,19 +15,27 @@ import json
 import os
 import re
 import shutil
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+from filelock import FileLock
 
 from rankwise.errors import DataError, InvalidValueError
-from rankwise.files import sync
-from rankwise.lab.data.text import Progress, Text, check_digest, reason
-from rankwise.lab.data.vocabulary import Array, Kind, Symbols, Vocabulary, by_frequency, symbols_of
+from rankwise.files import reason, sync
+from rankwise.lab.data.vocabulary import (
+    SYMBOLS,
+    Array,
+    Kind,
+    Progress,
+    Symbols,
+    Text,
+    Vocabulary,
+    by_frequency,
+    check_digest,
+)  # fmt: skip
 
 FORMAT = "rankwise-corpus"
 VERSION = 1
@@ -34,11 +43,7 @@ SPLITS = ("train", "valid", "test")
 Unit = Literal["character", "word"]
 
 BLOCK_TOKENS = 1024 * 1024
-STALE_SECONDS = 24 * 3600.0
 CORPORA = "corpora"
-MARKER = ".rankwise"
-"""The file by which a folder of prepared corpora is known as one that this program made."""
-UNFINISHED = re.compile(r"\.[\w.-]+-[0-9a-f]{16}\.[0-9a-f]{8}")
 WRONG_FILE = "Fetch it again, or give its path as that of a text of your own."
 
 
@@ -129,43 +134,59 @@ class Source:
 
     def key(self) -> str:
         """Tells whether a prepared corpus is still up to date, without reading the text: paths, sizes and times."""
-        files = [(str(text.path.resolve()), _version(text.path)) if text.path else text.label for text in self.texts]
+        files: list[Any] = []
+        for text in self.texts:
+            state = text.path.stat() if text.path else None
+            files.append((str(text.path.resolve()), (state.st_size, state.st_mtime_ns)) if state else text.label)
         return _hash([VERSION, self.name, self.kind, self.min_count, self.rules, files])[:16]
 
 
 def prepare(source: Source, cache: Path, progress: Progress | None = None) -> Corpus:
     """The corpus of a source: the prepared one in `cache` if it is up to date, otherwise a new one."""
-    slug = re.sub(r"[^\w.-]+", "-", source.name)
     corpora = cache / CORPORA
+    slug = re.sub(r"[^\w.-]+", "-", source.name)
     target = corpora / f"{slug}-{source.key()}"
-    if target.exists():
-        try:
-            return open_corpus(target)
-        except DataError:
-            # prepared again below
-            pass
+    if corpus := find_prepared(target):
+        return corpus
     for text in source.texts:
         if text.path and text.digest:
             check_digest(text.path, text.digest, WRONG_FILE)
-    unfinished = corpora / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
-        _make(corpora)
-        _sweep(corpora)
-        unfinished.mkdir()
-        _write(source, unfinished, progress)
-        _put(unfinished, target)
+        corpora.mkdir(parents=True, exist_ok=True)
+        with FileLock(corpora / ".lock"):
+            # another process may have prepared it meanwhile
+            return find_prepared(target) or _prepare(source, target, progress)
     except OSError as error:
         raise DataError(
             f"The corpus {source.name} must be written whole to {target}, but that failed: {reason(error)}. "
             "Nothing was kept; free some space or choose another folder."
         ) from error
+
+
+def find_prepared(folder: Path) -> Corpus | None:
+    """The corpus in a folder; None where there is none, or a damaged one."""
+    try:
+        return open_corpus(folder) if folder.exists() else None
+    except DataError:
+        return None
+
+
+def _prepare(source: Source, target: Path, progress: Progress | None) -> Corpus:
+    # always the same name, so that the next preparation takes the place of one that was killed
+    unfinished = target.with_name(f".{target.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        _write(source, unfinished, progress)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return open_corpus(target)
 
 
 def _write(source: Source, folder: Path, progress: Progress | None) -> None:
-    symbols = symbols_of(source.kind)
+    symbols = SYMBOLS[source.kind]()
     scratch = folder / "scratch"
     ends, digests = _number(source, symbols, scratch, progress)
     if len(ends) == 1:
@@ -180,21 +201,32 @@ def _write(source: Source, folder: Path, progress: Progress | None) -> None:
                 f"({text.label} is too short). Give it more text."
             )
     counts = {split: _count(scratch, symbols, *limits) for split, limits in ranges.items()}
-    vocabulary, table = by_frequency(
-        source.kind, symbols, counts["train"], sum(counts.values(), np.zeros_like(counts["train"])), source.min_count
-    )
+    all_counts = sum(counts.values(), np.zeros_like(counts["train"]))
+    vocabulary, table = by_frequency(source.kind, symbols, counts["train"], all_counts, source.min_count)
+    descr = np.lib.format.dtype_to_descr(table.dtype)
     for split, (start, end) in ranges.items():
         with (folder / f"{split}.npy").open("wb") as file:
-            header = {
-                "descr": np.lib.format.dtype_to_descr(table.dtype),
-                "fortran_order": False,
-                "shape": (end - start,),
-            }
+            header = {"descr": descr, "fortran_order": False, "shape": (end - start,)}
             np.lib.format.write_array_header_1_0(file, header)
             for numbers in _blocks(scratch, symbols, start, end):
                 _append(file, table[numbers])
     scratch.unlink()
-    _describe(source, folder, vocabulary, {split: end - start for split, (start, end) in ranges.items()}, digests)
+    num_tokens = {split: end - start for split, (start, end) in ranges.items()}
+    rules = [VERSION, source.kind, source.min_count, source.rules, num_tokens]
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": source.name,
+        "unit": source.unit,
+        "tokens": num_tokens,
+        "vocabulary": len(vocabulary),
+        "fingerprint": _hash([rules, list(digests.values())]),
+        "provenance": {**source.provenance, "sha256": digests},
+    }
+    (folder / "vocabulary.json").write_text(json.dumps(vocabulary.to_json()), encoding="ascii")
+    (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="ascii")
+    for path in folder.iterdir():
+        sync(path)
 
 
 def _number(
@@ -247,68 +279,6 @@ def _blocks(scratch: Path, symbols: Symbols, start: int, end: int) -> Iterator[A
 def _append(file: BinaryIO, numbers: Array) -> None:
     # written, not mapped: a full disk then raises, where a mapped page would kill the process
     file.write(np.ascontiguousarray(numbers).data)
-
-
-def _describe(
-    source: Source, folder: Path, vocabulary: Vocabulary, num_tokens: dict[str, int], digests: dict[str, str]
-) -> None:
-    rules = [VERSION, source.kind, source.min_count, source.rules, num_tokens]
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": source.name,
-        "unit": source.unit,
-        "tokens": num_tokens,
-        "vocabulary": len(vocabulary),
-        "fingerprint": _hash([rules, list(digests.values())]),
-        "provenance": {**source.provenance, "sha256": digests},
-    }
-    (folder / "vocabulary.json").write_text(json.dumps(vocabulary.to_json()), encoding="ascii")
-    (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="ascii")
-    for path in folder.iterdir():
-        sync(path)
-
-
-def _put(finished: Path, target: Path) -> None:
-    """Give a finished folder its name, unless another process has put the same corpus there meanwhile."""
-    try:
-        os.rename(finished, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        try:
-            open_corpus(target)
-        except DataError:
-            shutil.rmtree(target, ignore_errors=True)
-            os.rename(finished, target)
-
-
-def _make(corpora: Path) -> None:
-    """Make the folder of prepared corpora, and mark it; one that was there before stays as it is."""
-    corpora.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        corpora.mkdir()
-    except FileExistsError:
-        return
-    (corpora / MARKER).write_text(
-        "Corpora that rankwise prepared. They can be removed at any time.\n", encoding="ascii"
-    )
-
-
-def _sweep(corpora: Path) -> None:
-    """Remove what a preparation that was killed left behind, where nobody else keeps anything."""
-    if not (corpora / MARKER).is_file():
-        return
-    for folder in corpora.iterdir():
-        if not UNFINISHED.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-            continue
-        if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _version(path: Path) -> tuple[int, int]:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns
 
 
 def _hash(data: Any) -> str:

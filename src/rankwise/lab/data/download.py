@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.errors import DataError, install_extra
-from rankwise.lab.data.text import Progress, check_digest, reason
+from rankwise.files import reason
+from rankwise.lab.data.vocabulary import Progress, check_digest
 
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 1.0

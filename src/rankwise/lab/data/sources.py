@@ -26,15 +26,15 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rankwise.errors import DataError, nearest
 from rankwise.files import cache_folder
-from rankwise.lab.data.corpus import CORPORA, SPLITS, Corpus, Source, Unit, open_corpus, prepare
+from rankwise.lab.data.corpus import CORPORA, SPLITS, Corpus, Source, Unit, find_prepared, prepare
 from rankwise.lab.data.download import PUBLISHED, fetch, unpack
-from rankwise.lab.data.text import Progress, Text, read_blocks, text_of
+from rankwise.lab.data.vocabulary import Progress, Text, read_blocks, text_of
 
 NAMES = ("pydoc", "enwik8", "enwik8-words", "wikitext-2", "wikitext-103")
 
@@ -89,9 +89,10 @@ def load_corpus(
         return prepare(_named(str(corpus), Path(data) if data is not None else None, store, progress), store, progress)
     path = Path(corpus)
     if not path.exists():
+        guess = nearest(str(corpus).lower(), NAMES) or " Check the path."
         raise DataError(
             f"A corpus must be one of {', '.join(NAMES)}, a text file or a folder, but is {str(corpus)!r}, "
-            f"which is none of them.{nearest(str(corpus).lower(), NAMES) or ' Check the path.'}"
+            f"which is none of them.{guess}"
         )
     return prepare(_own(path, unit, 1 if min_count is None else min_count), store, progress)
 
@@ -99,14 +100,8 @@ def load_corpus(
 def load_prepared(fingerprint: str, *, cache: str | os.PathLike[str] | None = None) -> Corpus | None:
     """The corpus with this fingerprint, where `load_corpus` has prepared it in `cache` before; no text is opened."""
     store = Path(cache) if cache is not None else cache_folder()
-    for about in sorted((store / CORPORA).glob("*/corpus.json")):
-        try:
-            corpus = open_corpus(about.parent)
-        except DataError:
-            continue
-        if corpus.fingerprint == fingerprint:
-            return corpus
-    return None
+    found = map(find_prepared, sorted(about.parent for about in (store / CORPORA).glob("*/corpus.json")))
+    return next((corpus for corpus in found if corpus and corpus.fingerprint == fingerprint), None)
 
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:
@@ -175,7 +170,10 @@ def _own(path: Path, unit: Unit | None, min_count: int) -> Source:
 def _find_splits(folders: list[Path], remedy: str) -> list[Path]:
     """Training, validation and test file of the first folder that has one of them."""
     for folder in folders:
-        found = {split: _first_file(_candidates(folder, split)) for split in SPLITS}
+        found = {
+            split: _first_file(folder / form.format(alias) for alias in _ALIASES[split] for form in _FORMS)
+            for split in SPLITS
+        }
         if any(found.values()):
             break
     else:
@@ -189,13 +187,7 @@ def _find_splits(folders: list[Path], remedy: str) -> list[Path]:
     return [path for path in found.values() if path]
 
 
-def _candidates(folder: Path, split: str) -> Iterator[Path]:
-    for alias in _ALIASES[split]:
-        for form in _FORMS:
-            yield folder / form.format(alias)
-
-
-def _first_file(paths: list[Path] | Iterator[Path]) -> Path | None:
+def _first_file(paths: Iterable[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -270,12 +262,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 def enwik8_words(path: Path, digest: str | None = None) -> Text:
     """The words of a Wikipedia dump, a line of text to a line."""
-    return Text(
-        label=f"the words of {path}",
-        blocks=lambda: _articles(read_blocks(path)),
-        path=path,
-        digest=digest,
-    )
+    return Text(label=f"the words of {path}", blocks=lambda: _articles(read_blocks(path)), path=path, digest=digest)
 
 
 def strip_markup(article: str) -> str:

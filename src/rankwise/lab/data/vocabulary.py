@@ -1,4 +1,4 @@
-"""Tokens and their numbers: what one token is (a byte, a character or a word), and the vocabulary of a corpus.
+"""Text as it is read, in blocks of bytes; what one token of it is (a byte, a character, a word); and the vocabulary.
 
 A text is split once, block by block, into provisional numbers (a byte's value, a character's code point, the order in
 which words are first seen). When all of it has been seen, they are replaced by those of the vocabulary, in which the
@@ -8,25 +8,84 @@ most frequent token comes first, as the adaptive softmax needs it.
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankwise.errors import DataError
-from rankwise.files import not_utf8
-from rankwise.lab.data.text import Text
+from rankwise.files import not_utf8, reason
 
 Array: TypeAlias = NDArray[Any]
 Kind = Literal["byte", "character", "word"]
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how many bytes of it are done, and of how many (None: not known)."""
 
+BLOCK_BYTES = 4 * 1024 * 1024
 END_OF_LINE = b"<eos>"
 UNKNOWN = b"<unk>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text that can be read more than once."""
+
+    label: str
+    """The path or a description of the text, for messages and records."""
+    blocks: Callable[[], Iterator[bytes]]
+    """Reads it from the start; a block may end inside a word or a character."""
+    num_bytes: int | None = None
+    """The length of the text, where it is known before reading."""
+    path: Path | None = None
+    """The file it comes from, if any."""
+    digest: str | None = None
+    """What that file must hash to, as `algorithm:hexadecimal`."""
+
+
+def text_of(path: Path, digest: str | None = None) -> Text:
+    """The text of a file as it stands."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return Text(label=str(path), blocks=lambda: read_blocks(path), num_bytes=size, path=path, digest=digest)
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, a few megabytes at a time."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file that cannot be read."""
+    return DataError(f"{path} must be a readable file, but: {reason(error)}. Check its name and rights.")
+
+
+def digest_of(path: Path, algorithm: str = "sha256") -> str:
+    """`algorithm:hexadecimal` of a file."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    for block in read_blocks(path):
+        digest.update(block)
+    return f"{algorithm}:{digest.hexdigest()}"
+
+
+def check_digest(path: Path, expected: str, remedy: str) -> None:
+    """Refuse a file that is not the expected one, bit for bit."""
+    found = digest_of(path, expected.partition(":")[0])
+    if found != expected:
+        raise DataError(f"{path} must have the checksum {expected}, but has {found} instead. {remedy}")
 
 
 class Bytes:
@@ -111,12 +170,7 @@ def split_words(text: bytes) -> list[bytes]:
 
 
 Symbols: TypeAlias = Bytes | Characters | Words
-
-
-def symbols_of(kind: Kind) -> Symbols:
-    """A new numbering of one kind of token."""
-    kinds: dict[Kind, type[Symbols]] = {"byte": Bytes, "character": Characters, "word": Words}
-    return kinds[kind]()
+SYMBOLS: dict[Kind, type[Symbols]] = {"byte": Bytes, "character": Characters, "word": Words}
 
 
 def _code_points(text: str) -> Array:

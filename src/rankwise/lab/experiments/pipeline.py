@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.lab.experiments.analysis import size_row
 from rankwise.lab.experiments.latency import FILE as LATENCY
-from rankwise.lab.experiments.latency import Latency, find_latency
+from rankwise.lab.experiments.latency import find_latency, with_size
 from rankwise.lab.experiments.run_folder import (
     BASE,
     CHECKPOINTS,
@@ -29,14 +29,12 @@ from rankwise.lab.experiments.run_folder import (
     FORMAT,
     MODEL,
     RECORD,
+    SWEEP,
     VERSION,
-    base_fingerprint,
     check_part,
     claim,
     has_models,
     is_of,
-    rows_of,
-    variant_fingerprint,
     write_experiment,
 )
 from rankwise.lab.experiments.variants import (
@@ -44,17 +42,17 @@ from rankwise.lab.experiments.variants import (
     HEALING,
     AnyTask,
     Context,
-    Making,
+    Part,
     Trained,
     Variant,
-    fit_part,
+    size_row,
     units,
 )
-from rankwise.lab.tasks.base import Data, Experiment, described
-from rankwise.lab.training import LoopConfig, Watcher
+from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
+from rankwise.lab.training import Watcher
+from rankwise.lab.training.loop import check_trackers
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import surroundings, write_file
-from rankwise.lab.training.trackers import check_trackers
 from rankwise.measure import time_together
 
 CONTROL = "control"
@@ -62,13 +60,15 @@ CONTROL = "control"
 REPEATS = 30
 """How often every model is timed."""
 
+Place = str | os.PathLike[str]
+Row = dict[str, Any]
+"""The row of a model in the table of a run."""
+Read = Callable[[Callable[[str, int, int | None], None]], Data]
+"""Reads data, and tells how far it is."""
+
 
 def run(
-    experiment: Experiment,
-    folder: str | os.PathLike[str],
-    *,
-    watcher: Watcher | None = None,
-    trackers: Sequence[str] = (),
+    experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
     own = experiment.method.name
@@ -85,7 +85,7 @@ def run(
 def run_variants(
     experiment: Experiment,
     variants: Sequence[Variant],
-    folder: str | os.PathLike[str],
+    folder: Place,
     *,
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
@@ -112,7 +112,7 @@ def run_variants(
         base = train_base(context, experiment)
         rows = [base] if all(variant.name != DENSE for variant in variants) else []
     for variant in variants:
-        rows += run_variant(context, variant, None if variant.experiment.base is None else path / BASE / MODEL)
+        rows += run_variant(context, variant, _base_of(path, variant))
     rows.sort(key=lambda row: row["name"] != DENSE)
     context.watcher.phase("timing")
     _add_timings(rows, path, task)
@@ -126,7 +126,7 @@ def run_variants(
         "corpus": task.record(),
         "base": base,
         "rows": rows,
-        **({} if latency is None else {"latency": latency.record()}),
+        **({} if latency is None else {"latency": latency}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(task.device),
     }
@@ -135,13 +135,55 @@ def run_variants(
     return record
 
 
-def train(
+def sweep(
     experiment: Experiment,
-    folder: str | os.PathLike[str],
+    folder: Place,
     *,
+    methods: Sequence[str],
+    removed: Sequence[float],
+    seeds: Sequence[int] = (0,),
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
+    """Run every method at every size with every seed; the record, which is also in `record.json`.
+
+    Runs of one seed share their base. `removed` is a fraction of what the experiment's own budget counts. Where the
+    others are compared with a dense control, it is trained whether or not "dense" is among the methods.
+    """
+    if experiment.base is None:
+        raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
+    for name, values in (("methods", methods), ("removed", removed), ("seeds", seeds)):
+        if not values or len(set(values)) < len(values):
+            raise RankwiseError(
+                f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
+            )
+    for seed in seeds:
+        check_seed(seed)
+    path, watcher = Path(folder), watcher or Watcher()
+    claim(path, SWEEP)
+    of = "model" if experiment.budget is None else experiment.budget.of
+    sizes = {f"{100 * level:g}": Budget(removed=level, of=of) for level in removed}
+    variants = []
+    for method in methods if experiment.reference == "base" or DENSE in methods else [DENSE, *methods]:
+        if method == DENSE:
+            variants.append(Variant(DENSE, experiment.control()))
+        else:
+            variants += [Variant(f"{method}-{n}", experiment.with_method(method, size)) for n, size in sizes.items()]
+    records = []
+    for seed in seeds:
+        watcher.phase(f"seed {seed}")
+        seeded = [replace(each, experiment=replace(each.experiment, seed=seed)) for each in variants]
+        own = replace(experiment, seed=seed)
+        records.append(run_variants(own, seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers))
+    write_experiment(path, experiment)
+    record = {"format": SWEEP, "version": VERSION, "name": experiment.name, "runs": records}
+    write_file(path / RECORD, record)
+    return record
+
+
+def train(
+    experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
+) -> Row:
     """Train the dense base alone, in `folder`/base; its row."""
     if experiment.base is None:
         raise CheckpointError(
@@ -152,7 +194,7 @@ def train(
     claim(path, FORMAT)
     context = begin(experiment, path, watcher, trackers)
     latency = _latency(context, experiment.make_task(context.data), path)
-    _sized(Variant(BASE, experiment), latency).experiment.make_task(context.data).check()
+    with_size(experiment, latency).make_task(context.data).check()
     _check_parts(context, experiment, [])
     _announce(experiment, path, latency)
     return train_base(context, experiment)
@@ -160,13 +202,13 @@ def train(
 
 def prune(
     experiment: Experiment,
-    base: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    base: Place,
+    folder: Place,
     *,
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
-    read: Callable[[Callable[[str, int, int | None], None]], Data] | None = None,
-) -> dict[str, Any]:
+    read: Read | None = None,
+) -> Row:
     """Prune the base that was trained in the folder `base`; the row of the model in `folder`.
 
     `read` gives the data, where they are not to be read as the experiment says.
@@ -181,21 +223,19 @@ def prune(
     task = experiment.make_task(context.data)
     task.check_base(Path(base))
     latency = _latency(context, task, path)
-    variant = _sized(Variant(path.name, experiment), latency)
-    own = variant.experiment.make_task(context.data)
-    own.check()
-    needs_control = experiment.distills and experiment.reference == "control"
-    teacher, control = model, Variant(DENSE, experiment.control())
-    inside = replace(context, folder=path)
-    check_part(path, _made_from(own, model)[1])
-    if needs_control:
-        check_part(path / DENSE, _made_from(control.experiment.make_task(context.data), model)[1])
+    part = Part.of_variant(context, Variant(path.name, with_size(experiment, latency)), model, model)
+    part.task.check()
+    check_part(path, part.of)
+    control = None
+    if experiment.distills and experiment.reference == "control":
+        control = Part.of_variant(replace(context, folder=path), Variant(DENSE, experiment.control()), model)
+        check_part(control.folder, control.of)
+        part = replace(part, teacher=control.folder / MODEL)
     if latency is not None:
-        write_file(path / LATENCY, latency.record())
-    if needs_control:
-        run_variant(inside, control, model)
-        teacher = path / DENSE / MODEL
-    return run_variant(context, variant, model, teacher)[-1]
+        write_file(path / LATENCY, latency)
+    if control is not None:
+        _make(control)
+    return _make(part)[-1]
 
 
 def begin(
@@ -203,7 +243,7 @@ def begin(
     folder: Path,
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
-    read: Callable[[Callable[[str, int, int | None], None]], Data] | None = None,
+    read: Read | None = None,
 ) -> Context:
     """Read the data; nothing is written yet."""
     check_trackers(trackers)
@@ -213,46 +253,55 @@ def begin(
     return Context((read or experiment.read)(watcher.read), folder, watcher, trackers)
 
 
-def train_base(context: Context, experiment: Experiment) -> dict[str, Any]:
+def train_base(context: Context, experiment: Experiment) -> Row:
     """Train the dense model, unless that is done already; its row of the table."""
-    alone = replace(experiment.control(), training=experiment.base, healing=None)
-    task = alone.make_task(context.data)
-    config = task.phase(experiment.base, 2 * experiment.seed)
-    of = base_fingerprint(task, config)
-    if done := _finished(context, BASE, of, task):
-        return done[0]
-    context.watcher.phase("training the dense model")
-    outcome = fit_part(context, task, BASE, of, config, task.make())
-    name = BASE if experiment.reference == "control" else DENSE
-    made = Trained(name, alone, outcome.model, None, config.steps, outcome.record)
-    row = _export(context, task, made, BASE, of)
-    write_file(context.folder / BASE / EXPORT, {"of": of, "rows": [row]})
-    _drop_checkpoints(context.folder / BASE, config)
+    (row,) = _make(Part.of_base(context, experiment))
     return row
 
 
-def run_variant(
-    context: Context, variant: Variant, base: Path | None, teacher: Path | None = None
-) -> list[dict[str, Any]]:
-    """Make all models of a variant from the base, unless that is done already; a row for each size.
+def run_variant(context: Context, variant: Variant, base: Path | None) -> list[Row]:
+    """Make all models of a variant, unless that is done already; a row for each size.
 
-    Args:
-        base: the folder of the dense model; None: the variant starts from fresh weights.
-        teacher: the folder of the dense model that is learned from, where it is not that of this run.
+    `base` is the folder of the dense model; None: the variant starts from fresh weights.
     """
-    experiment = variant.experiment
-    task = experiment.make_task(context.data)
-    config, of = _made_from(task, base)
-    if done := _finished(context, variant.name, of, task):
-        return done
-    reference = base if experiment.reference == "base" else context.folder / DENSE / MODEL
-    making = Making(context, variant, task, config, of, base, teacher or reference)
-    rows = [_export(context, task, making.healed(made), made.name, of) for made in making.models()]
-    write_file(context.folder / variant.name / EXPORT, {"of": of, "rows": rows})
-    for row in rows:
-        _drop_checkpoints(context.folder / row["folder"], config)
-        _drop_checkpoints(context.folder / row["folder"] / HEALING, config)
+    return _make(Part.of_variant(context, variant, base))
+
+
+def _make(part: Part) -> list[Row]:
+    """Train, export and evaluate the models of a part, unless that is done already; their rows of the table."""
+    done, folder = check_part(part.folder, part.of), part.context.folder
+    if done is not None and has_models(folder, done["rows"], EXPERIMENT, *part.task.beside):
+        finished: list[Row] = done["rows"]
+        return finished
+    rows = [_export(part, made) for made in part.models()]
+    write_file(part.folder / EXPORT, {"of": part.of, "rows": rows})
+    if not part.config.keeps_checkpoints:
+        for row in rows:
+            for phase in ("", HEALING):
+                shutil.rmtree(folder / row["folder"] / phase / CHECKPOINTS, ignore_errors=True)
     return rows
+
+
+def _export(part: Part, made: Trained) -> Row:
+    """Save and evaluate a model in the folder of its name; its row of the table."""
+    part.context.watcher.phase(f"evaluating {made.name}")
+    folder, task, model = part.context.folder / made.name, part.task, made.model.eval()
+    task.save(model, folder / MODEL, made.size)
+    write_experiment(folder, made.experiment, task.fingerprint)
+    is_reference = made.name == BASE and made.size is None and made.experiment.reference == "base"
+    return {
+        "name": DENSE if is_reference else made.name,
+        "method": made.experiment.method.name,
+        **made.experiment.row(),
+        **size_row(model, made.size),
+        "valid": task.evaluate(model, "valid"),
+        "test": task.evaluate(model, "test"),
+        "steps": made.steps,
+        **{unit: made.record[unit] for unit in units(made.record)},
+        "seconds": made.record["seconds"],
+        "folder": made.name,
+        **made.more,
+    }
 
 
 def _from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Variant]:
@@ -270,11 +319,15 @@ def _from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Vari
     return [*control, *(each for each in variants if each.name != DENSE)]
 
 
-def _sized(variant: Variant, latency: Latency | None) -> Variant:
-    return variant if latency is None else replace(variant, experiment=latency.applied(variant.experiment))
+def _base_of(folder: Path, variant: Variant) -> Path | None:
+    return None if variant.experiment.base is None else folder / BASE / MODEL
 
 
-def _latency(context: Context, task: AnyTask, folder: Path) -> Latency | None:
+def _sized(variant: Variant, latency: dict[str, Any] | None) -> Variant:
+    return replace(variant, experiment=with_size(variant.experiment, latency))
+
+
+def _latency(context: Context, task: AnyTask, folder: Path) -> dict[str, Any] | None:
     """The size for a time, where the budget is one: an untrained model is as fast as a trained one."""
     budget = task.experiment.budget
     if budget is None or budget.latency_ms is None:
@@ -284,65 +337,22 @@ def _latency(context: Context, task: AnyTask, folder: Path) -> Latency | None:
     return find_latency(task.experiment, model, task.plan(model), task.example(), folder)
 
 
-def _announce(experiment: Experiment, folder: Path, latency: Latency | None) -> None:
+def _check_parts(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> None:
+    """Refuse a folder whose base or variants were made otherwise, before any of them is trained."""
+    parts = [] if experiment.base is None else [Part.of_base(context, experiment)]
+    for part in [*parts, *(Part.of_variant(context, each, _base_of(context.folder, each)) for each in variants)]:
+        check_part(part.folder, part.of)
+
+
+def _announce(experiment: Experiment, folder: Path, latency: dict[str, Any] | None) -> None:
     """Write down what will be run, unless an earlier run has: this one may yet be refused."""
     if not (folder / EXPERIMENT).exists():
         write_experiment(folder, experiment)
     if latency is not None:
-        write_file(folder / LATENCY, latency.record())
+        write_file(folder / LATENCY, latency)
 
 
-def _made_from(task: AnyTask, base: Path | None) -> tuple[LoopConfig, dict[str, Any]]:
-    """How a variant is trained, and what it is made from."""
-    config = task.phase(task.experiment.training, 2 * task.experiment.seed + 1)
-    return config, variant_fingerprint(task, config, base)
-
-
-def _check_parts(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> None:
-    """Refuse a folder whose base or variants were made otherwise, before any of them is trained."""
-    base = context.folder / BASE
-    if experiment.base is not None:
-        task = experiment.make_task(context.data)
-        check_part(base, base_fingerprint(task, task.phase(experiment.base, 2 * experiment.seed)))
-    for variant in variants:
-        own = None if variant.experiment.base is None else base / MODEL
-        check_part(context.folder / variant.name, _made_from(variant.experiment.make_task(context.data), own)[1])
-
-
-def _finished(context: Context, name: str, of: Mapping[str, Any], task: AnyTask) -> list[dict[str, Any]]:
-    """The rows of a part that was finished, if its models are there; one that was made otherwise is refused."""
-    done = check_part(context.folder / name, of)
-    rows = [] if done is None else rows_of(done)
-    return rows if has_models(context.folder, rows, EXPERIMENT, *task.beside) else []
-
-
-def _export(context: Context, task: AnyTask, made: Trained, name: str, of: Mapping[str, Any]) -> dict[str, Any]:
-    """Save and evaluate a model in the folder of that name; its row of the table."""
-    context.watcher.phase(f"evaluating {name}")
-    folder, model = context.folder / name, made.model.eval()
-    task.save(model, folder / MODEL, made.size)
-    write_experiment(folder, made.experiment, task.fingerprint)
-    return {
-        "name": made.name,
-        "method": made.experiment.method.name,
-        **made.experiment.row(),
-        **size_row(model, made.size),
-        "valid": task.evaluate(model, "valid"),
-        "test": task.evaluate(model, "test"),
-        "steps": made.steps,
-        **{unit: made.record[unit] for unit in units(made.record)},
-        "seconds": made.record["seconds"],
-        "folder": name,
-        **made.more,
-    }
-
-
-def _drop_checkpoints(folder: Path, config: LoopConfig) -> None:
-    if not config.keeps_checkpoints:
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-
-
-def _add_timings(rows: list[dict[str, Any]], folder: Path, task: AnyTask) -> None:
+def _add_timings(rows: list[Row], folder: Path, task: AnyTask) -> None:
     """Milliseconds for one text of the usual length, batch 1, and how much faster than the first row that is."""
     inputs = task.example()
 
@@ -354,8 +364,7 @@ def _add_timings(rows: list[dict[str, Any]], folder: Path, task: AnyTask) -> Non
         return forward
 
     models = {row["folder"]: task.load(folder / row["folder"] / MODEL).to(task.device).eval() for row in rows}
-    calls = {name: call(model) for name, model in models.items()}
-    timings = time_together(calls, repeats=REPEATS, device=task.device)
+    timings = time_together({name: call(model) for name, model in models.items()}, repeats=REPEATS, device=task.device)
     for row in rows:
         timing = timings[row["folder"]]
         row["milliseconds"] = asdict(timing)

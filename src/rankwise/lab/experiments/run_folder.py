@@ -23,8 +23,7 @@ from torch import nn
 from rankwise.deploy.load import load
 from rankwise.deploy.save import OF_RUN, STRUCTURE, WEIGHTS
 from rankwise.errors import CheckpointError
-from rankwise.lab.data.text import digest_of
-from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.data.vocabulary import Vocabulary, digest_of
 from rankwise.lab.tasks.base import Experiment, SavedModel, Task, from_json
 from rankwise.lab.tasks.streams import read_vocabulary
 from rankwise.lab.training.checkpoint import check_same
@@ -106,7 +105,7 @@ def check_part(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
     What `of` does not speak of may have been anything.
     """
     path = folder / EXPORT
-    done = read_json(path, "of")
+    done = read_json(path, "of", "rows")
     made = None if done is None else done["of"]
     if done is None and _has_checkpoints(folder):
         path = folder / CONFIG
@@ -222,12 +221,6 @@ def refuse_sweep(folder: Path) -> None:
             f"One model is needed here, but {folder} holds the {len(models)} of a sweep. Give the folder of one: "
             f"{', '.join(names)}."
         )
-
-
-def rows_of(done: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a part that was finished, of which earlier versions wrote one."""
-    rows: list[dict[str, Any]] = done["rows"] if "rows" in done else [done["row"]]
-    return rows
 
 
 def _has_checkpoints(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""One variant of an experiment: from the base to a trained compact model of each size.
+"""One part of a run: the dense base, or a variant that is made from it, a trained model of each size.
 
 A one-shot method compresses before training; the others prune along a ramp; then the compact model may be healed.
 """
@@ -13,12 +13,20 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.core.budget import Budget, SizeReport
-from rankwise.lab.experiments.analysis import kept_by_gates, kept_by_shape
-from rankwise.lab.experiments.run_folder import CHECKPOINTS, EXPORT, MODEL
+from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.plan import Site, get_module
+from rankwise.lab.experiments.run_folder import (
+    BASE,
+    CHECKPOINTS,
+    EXPORT,
+    MODEL,
+    base_fingerprint,
+    variant_fingerprint,
+)
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
 from rankwise.lab.training.records import RunFolder, read_json, write_file
+from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
@@ -64,32 +72,60 @@ class Trained:
 
 
 @dataclass(frozen=True, eq=False)
-class Making:
-    """A variant that is being made from the base."""
+class Part:
+    """The base or a variant, in a folder of its own."""
 
     context: Context
-    variant: Variant
+    name: str
     task: AnyTask
     config: LoopConfig
     of: Mapping[str, Any]
-    base: Path | None
-    teacher: Path | None
+    """What it is made from."""
+    base: Path | None = None
+    """The model that it starts from; None: fresh weights."""
+    teacher: Path | None = None
+
+    @classmethod
+    def of_base(cls, context: Context, experiment: Experiment) -> Part:
+        """The dense model that every variant starts from."""
+        alone = replace(experiment.control(), training=experiment.base, healing=None)
+        task = alone.make_task(context.data)
+        config = task.phase(experiment.base, 2 * experiment.seed)
+        return cls(context, BASE, task, config, base_fingerprint(task, config))
+
+    @classmethod
+    def of_variant(cls, context: Context, variant: Variant, base: Path | None, teacher: Path | None = None) -> Part:
+        """What is made from the model in the folder `base`; `teacher`: the dense model that is learned from, where it
+        is not that of this run."""
+        experiment = variant.experiment
+        task = experiment.make_task(context.data)
+        config = task.phase(experiment.training, 2 * experiment.seed + 1)
+        reference = base if experiment.reference == "base" else context.folder / DENSE / MODEL
+        of = variant_fingerprint(task, config, base)
+        return cls(context, variant.name, task, config, of, base, teacher or reference)
 
     @property
     def experiment(self) -> Experiment:
-        return self.variant.experiment
+        experiment: Experiment = self.task.experiment
+        return experiment
+
+    @property
+    def folder(self) -> Path:
+        return self.context.folder / self.name
 
     def models(self) -> Iterator[Trained]:
         """A trained model of each size."""
         method = self.experiment.method
         if method.name == DENSE:
-            return self._dense()
-        return self._one_shot(method) if isinstance(method, Svd) and self.base is not None else self._along_ramp()
+            made = self._dense()
+        elif isinstance(method, Svd) and self.base is not None:
+            made = self._one_shot(method)
+        else:
+            made = self._along_ramp()
+        return made if self.experiment.healing is None else map(self._healed, made)
 
-    def healed(self, made: Trained) -> Trained:
-        """The compact model after some training of its own, where the experiment asks for it."""
-        if self.experiment.healing is None:
-            return made
+    def _healed(self, made: Trained) -> Trained:
+        """The compact model after some training of its own."""
         config = self.task.phase(self.experiment.healing, self.config.seed)
         self.context.watcher.phase(f"healing {made.name}")
         outcome = self._fit(f"{made.name}/{HEALING}", made.model, config=config)
@@ -97,9 +133,9 @@ class Making:
         return replace(made, model=outcome.model, steps=made.steps + config.steps, record=total)
 
     def _dense(self) -> Iterator[Trained]:
-        self.context.watcher.phase("training the dense model on")
-        outcome = self._fit(self.variant.name, self.task.start(self.base))
-        yield Trained(self.variant.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
+        self.context.watcher.phase("training the dense model" + ("" if self.base is None else " on"))
+        outcome = self._fit(self.name, self.task.start(self.base))
+        yield Trained(self.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
 
     def _one_shot(self, method: Svd) -> Iterator[Trained]:
         """A model of each size, compressed before any training and then trained."""
@@ -119,24 +155,23 @@ class Making:
 
     def _along_ramp(self) -> Iterator[Trained]:
         """A model of each size from one training with gates, each taken when the target passes its size."""
-        self.context.watcher.phase(f"pruning with {self.variant.name}")
+        self.context.watcher.phase(f"pruning with {self.name}")
         *further, last = self.experiment.budgets()
         folders = {budget: self.context.folder / self._name(budget) / SNAPSHOT for budget in further}
         sizes = SizesAlongRamp(self.task, folders)
         try:
-            outcome = self._fit(self.variant.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
         except SnapshotLostError:
-            shutil.rmtree(self.context.folder / self.variant.name / CHECKPOINTS)
-            outcome = self._fit(self.variant.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            shutil.rmtree(self.folder / CHECKPOINTS)
+            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
         assert outcome.pruner is not None
         for budget in sorted(further, key=lambda budget: budget.removed or 0):
             model, size, step = sizes.load(budget)
             kept = kept_by_shape(outcome.pruner.plan.sites, model)
             yield Trained(self._name(budget), self._of_size(budget), model, size, step, outcome.record, kept)
-        lines = RunFolder(outcome.folder).lines()
-        kept, size = kept_by_gates(outcome.pruner, lines), outcome.pruner.size()
+        kept, size = kept_by_gates(outcome.pruner, RunFolder(outcome.folder).lines()), outcome.pruner.size()
         small, steps = outcome.pruner.compact(), self.config.steps
-        yield Trained(self.variant.name, self._of_size(last), small, size, steps, outcome.record, kept)
+        yield Trained(self.name, self._of_size(last), small, size, steps, outcome.record, kept)
 
     def _gate(self, model: nn.Module) -> Pruner:
         experiment = self.experiment
@@ -161,14 +196,25 @@ class Making:
         gate: Callable[[nn.Module], Pruner] | None = None,
         after_step: Callable[[Pruner], None] | None = None,
     ) -> Outcome:
+        """One phase of training, in the folder of that name."""
         config = config or self.config
-        teacher = self.teacher if self.task.distills(config) else None
-        return fit_part(self.context, self.task, name, self.of, config, model, gate, teacher, after_step)
+        return fit(
+            model,
+            self.task,
+            config,
+            self.context.folder / name,
+            pruner=gate,
+            teacher=self.task.load(self.teacher) if self.teacher is not None and self.task.distills(config) else None,
+            about=self.of["about"],
+            trackers=self.context.trackers,
+            progress=self.context.watcher,
+            after_step=after_step,
+        )
 
     def _name(self, budget: Budget) -> str:
         """The name of the row of one size."""
-        name, own = self.variant.name, self.experiment.budget
-        return name if budget == own else f"{name}-at-{100 * (budget.removed or 0):g}"
+        own = self.experiment.budget
+        return self.name if budget == own else f"{self.name}-at-{100 * (budget.removed or 0):g}"
 
     def _of_size(self, budget: Budget) -> Experiment:
         return replace(self.experiment, budget=budget, sizes=()) if self.experiment.sizes else self.experiment
@@ -214,30 +260,41 @@ class SizesAlongRamp:
         return about is not None and about["step"] <= step and (folder / MODEL).is_dir()
 
 
-def fit_part(
-    context: Context,
-    task: AnyTask,
-    name: str,
-    of: Mapping[str, Any],
-    config: LoopConfig,
-    model: nn.Module,
-    gate: Callable[[nn.Module], Pruner] | None = None,
-    teacher: Path | None = None,
-    after_step: Callable[[Pruner], None] | None = None,
-) -> Outcome:
-    """One phase of training, in the folder of that name."""
-    return fit(
-        model,
-        task,
-        config,
-        context.folder / name,
-        pruner=gate,
-        teacher=None if teacher is None else task.load(teacher),
-        about=of["about"],
-        trackers=context.trackers,
-        progress=context.watcher,
-        after_step=after_step,
-    )
+def size_row(model: nn.Module, size: SizeReport | None) -> dict[str, Any]:
+    """The size of an exported model, and what that removes; without a report the model is dense."""
+    if size is None:
+        return {"parameters": count(model), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
+    return {
+        "parameters": size.exported,
+        "removed": size.removed,
+        "removed_of_prunable": size.removed_of_prunable,
+        "nonzeros": size.nonzeros,
+    }
+
+
+def kept_by_gates(pruner: Pruner, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Parameters of each matrix, before and after; and how the gates of the first and the last matrix decided.
+
+    `lines` are the metrics of the training.
+    """
+    counts = pruner.controller.num_kept(pruner.limit)
+    triples = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
+    found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in triples}}
+    lines = [line for line in lines if GATES in line]
+    if lines:
+        shown = dict.fromkeys((pruner.plan.sites[0].name, pruner.plan.sites[-1].name))
+        histograms = {name: [line[GATES][name] for line in lines] for name in shown}
+        found["gates"] = {"steps": [line["step"] for line in lines], "histograms": histograms}
+    return found
+
+
+def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
+    """Parameters of each matrix, before and after, as the compact model has them; biases are not counted."""
+
+    def kept(site: Site) -> int:
+        return sum(p.numel() for p in get_module(small, site.uses[0]).parameters() if p.dim() > 1)
+
+    return {"matrices": {site.name: [site.params, kept(site)] for site in sites}}
 
 
 def units(record: Mapping[str, Any]) -> list[str]:

@@ -181,10 +181,11 @@ class AdaptiveEmbedding(nn.Module):
     def __init__(self, config: AdaptiveConfig) -> None:
         super().__init__()
         self.config = config
-        rows = config.rows if config.tie else config.sizes
-        self.clusters = nn.ModuleList(
-            _embedding_pair(n, low, config.width) for n, low in zip(rows, config.widths, strict=True)
-        )
+        self.clusters = nn.ModuleList()
+        for n, low in zip(config.rows if config.tie else config.sizes, config.widths, strict=True):
+            words, projection = nn.Embedding(n, low), nn.Linear(low, config.width, bias=False)
+            _init(words.weight, projection.weight, config.width)
+            self.clusters.append(LowRankEmbedding(words, projection))
 
     def for_export(self) -> nn.Module:
         """The same embedding, on the same weights, in a form that other engines can run."""
@@ -238,11 +239,14 @@ class AdaptiveSoftmax(nn.Module):
                     "Pass it, or set tie=False."
                 )
             self.clusters = nn.ModuleList(_tied_head(cluster, config.bias) for cluster in embedding.clusters)
-        else:
-            self.clusters = nn.ModuleList(
-                _logits_pair(n, low, config.width, config.bias)
-                for n, low in zip(config.rows, config.widths, strict=True)
-            )
+            return
+        self.clusters = nn.ModuleList()
+        for n, low in zip(config.rows, config.widths, strict=True):
+            projection, words = nn.Linear(config.width, low, bias=False), nn.Linear(low, n, config.bias)
+            _init(words.weight, projection.weight, config.width)
+            if config.bias:
+                nn.init.zeros_(words.bias)
+            self.clusters.append(LowRankLinear(projection, words))
 
     def forward(self, h_BD: Tensor) -> Tensor:
         """`log_prob`."""
@@ -269,7 +273,7 @@ class AdaptiveSoftmax(nn.Module):
                 f"{(*split.words_B.shape, self.config.width)}, but is {tuple(h_BD.shape)} instead."
             )
         if reduction not in ("mean", "sum", "none"):
-            raise InvalidValueError(f'`reduction` must be "mean", "sum" or "none", but is {reduction!r} instead.')
+            raise InvalidValueError(f"`reduction` must be 'mean', 'sum' or 'none', but is {reduction!r} instead.")
         head, *tails = self.clusters
         h_ND = h_BD.reshape(-1, self.config.width)
         nll_N = _cross_entropy(head(h_ND), self._head_targets(split.words_B.flatten()))
@@ -300,20 +304,6 @@ def _cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _embedding_pair(rows: int, low: int, width: int) -> LowRankEmbedding:
-    words, projection = nn.Embedding(rows, low), nn.Linear(low, width, bias=False)
-    _init(words.weight, projection.weight, width)
-    return LowRankEmbedding(words, projection)
-
-
-def _logits_pair(rows: int, low: int, width: int, bias: bool) -> LowRankLinear:
-    projection, words = nn.Linear(width, low, bias=False), nn.Linear(low, rows, bias)
-    _init(words.weight, projection.weight, width)
-    if bias:
-        nn.init.zeros_(words.bias)
-    return LowRankLinear(projection, words)
 
 
 def _tied_head(pair: nn.Module, bias: bool) -> LowRankHead:

@@ -28,7 +28,7 @@ from rankwise.deploy.architectures import register
 from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse
-from rankwise.lab.kernels import compiled, embedding
+from rankwise.lab.kernels.layers import look_up, norm
 from rankwise.lab.kernels.sru import cpu, reference, sru
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, Clusters, WordSplit
 from rankwise.modules import LowRankLinear, is_observed, pair_of
@@ -97,8 +97,7 @@ class SRULayer(nn.Module):
         """
         factors = [module for module in self.projection.modules() if isinstance(module, nn.Linear)]
         for factor in factors:
-            bound = math.sqrt(3 / factor.in_features)
-            nn.init.uniform_(factor.weight, -bound, bound)
+            _draw(factor, factor.in_features)
         sizes = [math.sqrt(1 - self.dropout), math.sqrt(0.5), math.sqrt(0.5), self.scale]
         for block, size in zip(torch.split(factors[-1].weight, self.width), sizes, strict=False):
             block.mul_(size if self.norm is None else 0.1 * size)
@@ -121,7 +120,7 @@ class SRULayer(nn.Module):
         if taken is None:
             return sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
         before, last = taken
-        y = x_TBN if self.norm is None else compiled.norm(self.norm, x_TBN)
+        y = x_TBN if self.norm is None else norm(self.norm, x_TBN)
         for factor in before:
             y = linear.call(factor, y)
         c0_BD = x_TBN.new_zeros(x_TBN.shape[1], self.width) if c0_BD is None else c0_BD
@@ -129,7 +128,7 @@ class SRULayer(nn.Module):
 
     def project(self, x_TBN: Tensor) -> Tensor:
         """u = W norm(x), (T, B, K D)."""
-        return linear.call(self.projection, x_TBN if self.norm is None else compiled.norm(self.norm, x_TBN))
+        return linear.call(self.projection, x_TBN if self.norm is None else norm(self.norm, x_TBN))
 
     def recurrence_inputs(
         self, u: Tensor, x_TBN: Tensor, c0_BD: Tensor | None, mask_BD: Tensor | None = None
@@ -168,7 +167,7 @@ class SRU(nn.Module):
     Args:
         rank: of the low-rank pairs in layers 2, 3, ...; None for plain matrices.
         first_rank: of the first layer, which is most often narrow and then better left a plain matrix (None).
-    The others are those of `SRULayer`.
+        others: those of `SRULayer`.
     """
 
     def __init__(
@@ -179,25 +178,16 @@ class SRU(nn.Module):
         *,
         rank: int | None = None,
         first_rank: int | None = None,
-        highway_bias: float = 0.0,
-        layer_norm: bool = False,
-        rescale: bool = False,
         dropout: float = 0.0,
+        **others: Any,
     ) -> None:
         super().__init__()
         _check(num_layers=num_layers)
-        self.layers = nn.ModuleList(
-            SRULayer(
-                input_width if i == 0 else width,
-                width,
-                rank=first_rank if i == 0 else rank,
-                highway_bias=highway_bias,
-                layer_norm=layer_norm,
-                rescale=rescale,
-                dropout=dropout if i + 1 < num_layers else 0.0,
-            )
-            for i in range(num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for i in range(num_layers):
+            inputs, its_rank = (input_width, first_rank) if i == 0 else (width, rank)
+            rate = dropout if i + 1 < num_layers else 0.0
+            self.layers.append(SRULayer(inputs, width, rank=its_rank, dropout=rate, **others))
 
     def forward(self, x_TBN: Tensor, state_LBD: Tensor | None = None, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
         """Outputs of the last layer (T, B, D), and the state of every layer after the last step (L, B, D).
@@ -306,24 +296,22 @@ class SRULanguageModel(nn.Module):
     def __init__(self, config: SRUConfig) -> None:
         super().__init__()
         self.config = config
-        adaptive = config.adaptive
-        self.embedding = _plain_embedding(config) if adaptive is None else AdaptiveEmbedding(adaptive)
+        self.embedding: nn.Module
+        if config.adaptive is None:
+            # rows of length 1 on average
+            table = nn.Embedding(config.num_words, config.embedding_width)
+            self.embedding = _draw(table, config.embedding_width)
+        else:
+            self.embedding = AdaptiveEmbedding(config.adaptive)
         self.dropout = nn.Dropout(config.dropout)
-        self.sru = SRU(
-            config.embedding_width,
-            config.width,
-            config.num_layers,
-            rank=config.rank,
-            first_rank=config.first_rank,
-            highway_bias=config.highway_bias,
-            layer_norm=config.layer_norm,
-            rescale=config.rescale,
-            dropout=config.dropout,
-        )
+        same = ("rank", "first_rank", "highway_bias", "layer_norm", "rescale", "dropout")
+        settings = {name: getattr(config, name) for name in same}
+        self.sru = SRU(config.embedding_width, config.width, config.num_layers, **settings)
         if isinstance(self.embedding, AdaptiveEmbedding):
             self.output: nn.Module = AdaptiveSoftmax(self.embedding.config, self.embedding)
         else:
-            self.output = _plain_output(config)
+            # as in the paper's code: by the words, not the inputs
+            self.output = _draw(nn.Linear(config.width, config.num_words), config.num_words)
 
     output_names = ("logits", "new_state")
     """What an exported graph calls the outputs."""
@@ -342,9 +330,9 @@ class SRULanguageModel(nn.Module):
         """What the output layer reads, (B, T, D), and the new state: for a loss that needs no logits."""
         if isinstance(tokens_BT, Tensor) and can_fuse(tokens_BT) and not self._is_observed():
             # time first already when they are looked up: the rows need not be moved
-            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT.t().contiguous()))
+            e_TBE = self.dropout(look_up(self.embedding, tokens_BT.t().contiguous()))
         else:
-            e_TBE = self.dropout(embedding.call(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
+            e_TBE = self.dropout(look_up(self.embedding, tokens_BT)).transpose(0, 1).contiguous()
         dropout = self.dropout.p if self.dropout.training else 0.0
         h_TBD, state_LBD = self.sru(e_TBE, state_LBD, dropout=dropout)
         return h_TBD.transpose(0, 1), state_LBD
@@ -357,20 +345,11 @@ class SRULanguageModel(nn.Module):
 register("sru", SRUConfig, SRULanguageModel)
 
 
-def _plain_embedding(config: SRUConfig) -> nn.Embedding:
-    """Rows of length 1 on average: U(-sqrt(3 / E), sqrt(3 / E))."""
-    module = nn.Embedding(config.num_words, config.embedding_width)
-    bound = math.sqrt(3 / config.embedding_width)
-    nn.init.uniform_(module.weight, -bound, bound)
-    return module
-
-
-def _plain_output(config: SRUConfig) -> nn.Linear:
-    """Initialized as in the paper's code: weight U(-sqrt(3 / V), sqrt(3 / V)), bias zero."""
-    module = nn.Linear(config.width, config.num_words)
-    bound = math.sqrt(3 / config.num_words)
-    nn.init.uniform_(module.weight, -bound, bound)
-    nn.init.zeros_(module.bias)
+def _draw(module: nn.Linear | nn.Embedding, n: int) -> nn.Module:
+    """Draw the weight from U(-sqrt(3 / n), sqrt(3 / n)), whose variance is 1 / n; a bias starts at zero."""
+    nn.init.uniform_(module.weight, -math.sqrt(3 / n), math.sqrt(3 / n))
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
     return module
 
 

@@ -13,7 +13,6 @@ Shapes: those of `transformer_xl.py`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -22,38 +21,33 @@ from torch import Tensor, nn
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLLayer
 
 
-class Stream(ABC):
-    """A model in evaluation mode, and what it remembers. Weights must not change under it."""
+class Stream:
+    """A model in evaluation mode, and the state that it carries. Weights must not change under it."""
 
-    @abstractmethod
-    def feed(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of the next word after each token."""
-
-
-def open_stream(model: nn.Module) -> Stream:
-    """A fresh stream of any model that is called as `model(tokens, state)` and returns logits and state."""
-    model.eval()
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if isinstance(model, TransformerXL) and on_cpu:
-        return _TransformerXLStream(model)
-    return _StateStream(model)
-
-
-class _StateStream(Stream):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state: Any = None
 
     @torch.inference_mode()
     def feed(self, tokens_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of the next word after each token."""
         logits_BTV: Tensor
         logits_BTV, self.state = self.model(tokens_BT, self.state)
         return logits_BTV
 
 
+def open_stream(model: nn.Module) -> Stream:
+    """A fresh stream of any model that is called as `model(tokens, state)` and returns logits and state."""
+    model.eval()
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return _TransformerXLStream(model) if isinstance(model, TransformerXL) and on_cpu else Stream(model)
+
+
 class _TransformerXLStream(Stream):
+    model: TransformerXL
+
     def __init__(self, model: TransformerXL) -> None:
-        self.model = model
+        super().__init__(model)
         self.remembered = [_Remembered() for _ in model.layers]
         self.distances: list[Tensor] = []
         """W_r R_d of each layer, (L, A), from the largest distance so far down to 0."""
@@ -87,7 +81,7 @@ class _TransformerXLStream(Stream):
             attention.heads(k_BSA),
             attention.heads(v_BSA),
             attention.heads(self._distances(k_BSA.shape[1], x_BTD)[i]),
-            config.memory_length if config.same_length else None,
+            reach=config.memory_length if config.same_length else None,
         )
         y_BTD: Tensor = attention.out(y_BTA)
         return y_BTD

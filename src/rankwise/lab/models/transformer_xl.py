@@ -27,8 +27,7 @@ from rankwise.errors import InvalidValueError
 from rankwise.kernels import linear
 from rankwise.kernels.device import can_fuse, infers_on_cpu
 from rankwise.kernels.linear import half_dtype
-from rankwise.lab.kernels import embedding
-from rankwise.lab.kernels.compiled import norm_of_sum
+from rankwise.lab.kernels.layers import look_up, norm_of_sum
 from rankwise.lab.kernels.relative_attention import cpu
 from rankwise.modules import is_observed
 
@@ -75,22 +74,19 @@ class TransformerXLConfig:
     """Distances above it count as this one."""
 
     def __post_init__(self) -> None:
-        for name in ("num_words", "width", "num_heads", "head_width", "inner", "num_layers"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
+        for name in ("num_words", "width", "num_heads", "head_width", "inner", "num_layers", "clamp_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidValueError(f"`{name}` must be positive, but is {value} instead.")
         if self.width % 2:
             raise InvalidValueError(f"`width` must be even (sines and cosines), but is {self.width} instead.")
         for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidValueError(
-                    f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)} instead."
-                )
-        if self.memory_length < 0:
-            raise InvalidValueError(f"`memory_length` must not be negative, but is {self.memory_length} instead.")
-        if self.same_length and self.memory_length == 0:
-            raise InvalidValueError("`memory_length` must be positive with `same_length`, but is 0 instead.")
-        if self.clamp_length is not None and self.clamp_length < 1:
-            raise InvalidValueError(f"`clamp_length` must be positive or None, but is {self.clamp_length} instead.")
+            rate = getattr(self, name)
+            if not 0 <= rate < 1:
+                raise InvalidValueError(f"`{name}` must be at least 0 and below 1, but is {rate} instead.")
+        if self.memory_length < self.same_length:
+            least = "positive with `same_length`" if self.same_length else "at least 0"
+            raise InvalidValueError(f"`memory_length` must be {least}, but is {self.memory_length} instead.")
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class RelativeAttention(nn.Module):
         r_LHE = self.heads(self.position(positions.sinusoid_LD))
         if infers_on_cpu(x_BSD) and not (self.training and self.dropout):
             keys_values = self.heads(k_BSA), self.heads(v_BSA)
-            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, positions.reach)
+            y_BTA = self.attend(content_BTHE, position_BTHE, *keys_values, r_LHE, reach=positions.reach)
             y: Tensor = self.out(y_BTA)
             return y
 
@@ -173,18 +169,9 @@ class RelativeAttention(nn.Module):
         )
         return linear.call(self.out, y_BTHE.flatten(2))
 
-    def attend(
-        self,
-        content_BTHE: Tensor,
-        position_BTHE: Tensor,
-        k_BSHE: Tensor,
-        v_BSHE: Tensor,
-        r_LHE: Tensor,
-        reach: int | None,
-    ) -> Tensor:
+    def attend(self, *inputs: Tensor, reach: int | None) -> Tensor:
         """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
-        y_BTHE = cpu.relative_attention(content_BTHE, position_BTHE, k_BSHE, v_BSHE, r_LHE, reach, self.inference_dtype)
-        return y_BTHE.flatten(2)
+        return cpu.relative_attention(*inputs, reach=reach, dtype=self.inference_dtype).flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""
@@ -207,7 +194,7 @@ class FeedForward(nn.Module):
         if not can_fuse(x) or is_observed(self.dropout):
             y: Tensor = self.dropout(F.relu(x))
             return y
-        from rankwise.lab.kernels.relu import relu_dropout
+        from rankwise.lab.kernels.dropout import relu_dropout
 
         return relu_dropout(x, self.dropout.p if self.dropout.training else 0.0)
 
@@ -276,7 +263,7 @@ class TransformerXL(nn.Module):
     def forward(self, tokens_BT: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, Memory]:
         """Logits (B, T, V) of the next word after each token, and the memory to give with the next segment."""
         num_remembered = self._num_remembered(tokens_BT, memory)
-        h_BTD = self.dropout(embedding.call(self.embedding, tokens_BT) * math.sqrt(self.config.width))
+        h_BTD = self.dropout(look_up(self.embedding, tokens_BT) * math.sqrt(self.config.width))
         if can_fuse(h_BTD):
             h_BTD = h_BTD.to(half_dtype(h_BTD) or h_BTD.dtype)
         positions = self._positions(num_remembered, h_BTD)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
-from rankwise.errors import InvalidValueError, RankwiseError, nearest
-from rankwise.lab.data.text import Progress
+from rankwise.errors import RankwiseError, nearest
+from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
 from rankwise.methods import METHODS, make_method
@@ -115,14 +115,13 @@ class Experiment(ABC):
     def __post_init__(self) -> None:
         for name in ("exclude", "sizes", "compare"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if type(self.seed) is not int or self.seed < 0:
-            raise InvalidValueError(f"`seed` must be a whole number of at least 0, but is {self.seed!r} instead.")
+        check_seed(self.seed)
         method, budget = self.method.name, self.budget
         if (budget is None) != (method == "dense"):
-            found, remedy = "given", "Leave it out."
+            found = f"given with {method}. Leave it out."
             if budget is None:
-                found, remedy = "missing", "Example: --budget.removed 0.8."
-            raise RankwiseError(f"`budget` goes with every method but dense, but is {found} with {method}. {remedy}")
+                found = f"missing with {method}. Example: --budget.removed 0.8."
+            raise RankwiseError(f"`budget` goes with every method but dense, but is {found}")
         for name in self.compare:
             if name not in METHODS:
                 known = ", ".join(METHODS)
@@ -135,9 +134,8 @@ class Experiment(ABC):
                     f"is {size} instead. Raise --budget.removed to the largest."
                 )
 
-    def check_model(self) -> None:
+    def check_model(self) -> None:  # noqa: B027
         """Refuse a model that cannot be used, before any data are read."""
-        return
 
     @abstractmethod
     def read(self, progress: Progress | None = None) -> Data:
@@ -163,13 +161,9 @@ class Experiment(ABC):
         """Tokens of the texts that models are timed on."""
 
     def read_saved(self, given: Collection[str], fingerprint: str | None, progress: Progress | None = None) -> Data:
-        """Read the data of an experiment that was read from a folder.
+        """Read the data of an experiment that was read from a folder, and whose training data had that fingerprint.
 
-        The folder may be a stranger's, so no file is opened that the user did not name.
-
-        Args:
-            given: names of the settings that the user gave.
-            fingerprint: the fingerprint of the training data, where the folder has it.
+        The folder may be a stranger's: no file is opened that the user did not name, by one of the `given` settings.
         """
         return self.read(progress)
 
@@ -303,8 +297,8 @@ def like(method: Method, name: str, **otherwise: Any) -> Method:
 
 def check_seed(seed: int) -> None:
     """Refuse a seed that random numbers cannot be drawn from."""
-    if not 0 <= seed < 2**63:
-        raise RankwiseError(f"`seed` must be a whole number from 0 to 2^63 - 1, but is {seed} instead.")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise RankwiseError(f"`seed` must be a whole number from 0 to 2^63 - 1, but is {seed!r} instead.")
 
 
 E = TypeVar("E", bound=Experiment)

@@ -18,29 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.plan import LeftOut, Plan, check_not_empty
-from rankwise.deploy.calibration import encoder, special_tokens
-from rankwise.deploy.inputs import is_decoder
+from rankwise.deploy.inputs import encoder, is_decoder, special_tokens
 from rankwise.errors import DataError, RankwiseError
-from rankwise.hub import source_of
-from rankwise.lab.data.text import Progress, reason
+from rankwise.lab.data.vocabulary import Progress, unreadable
 from rankwise.lab.tasks.language import perplexity
 from rankwise.lab.tasks.pretrained import (
-    SETTING,
     Batch,
+    Head,
     KnownModel,
     PretrainedExperiment,
     PretrainedTask,
-    check_length,
     check_share,
-    first_sentence,
     load_config,
     load_tokenizer,
-    quiet,
-)
+)  # fmt: skip
 from rankwise.measure import evaluating
 
 DECODERS = {"causal": KnownModel("HuggingFaceTB/SmolLM2-135M", 134_515_008, 106_168_320, 269)}
 """Decoders by preset."""
+DECODER = Head("AutoModelForCausalLM", "predicts the next token")
 EVALUATION_BATCH = 8
 
 
@@ -57,7 +53,8 @@ class TokenizedText:
     fingerprint: str
 
     def record(self) -> dict[str, Any]:
-        tokens = {"train": self.train.numel(), **{name: _num_tokens(getattr(self, name)) for name in ("valid", "test")}}
+        splits = {"train": (self.train,), "valid": self.valid, "test": self.test}
+        tokens = {name: sum(window.numel() for window in windows) for name, windows in splits.items()}
         return {"name": self.name, "tokens": tokens, "fingerprint": self.fingerprint}
 
 
@@ -154,7 +151,7 @@ class CausalTask(PretrainedTask[CausalExperiment, TokenizedText]):
         return TextWindows(self.data.train.to(self.device))
 
     def open(self, name: str | os.PathLike[str]) -> nn.Module:
-        return load_decoder(name)
+        return DECODER.load(name)
 
     def plan(self, model: nn.Module) -> Plan:
         plan = super().plan(model)
@@ -189,7 +186,7 @@ def _read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path} must be a readable file, but: {reason(error)}. Check its name and rights.") from error
+        raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} must be UTF-8, but is not: {error}.") from None
     if not text.strip():
@@ -220,10 +217,6 @@ def _batched(windows: tuple[Tensor, ...]) -> Iterator[Tensor]:
     yield from windows[len(whole) :]
 
 
-def _num_tokens(windows: tuple[Tensor, ...]) -> int:
-    return sum(window.numel() for window in windows)
-
-
 def check_decoder(name: str | os.PathLike[str], max_length: int) -> None:
     """Refuse a model that does not predict the next token, or reads no windows of `max_length`."""
     config = load_config(name)
@@ -233,30 +226,4 @@ def check_decoder(name: str | os.PathLike[str], max_length: int) -> None:
             f"`model.name` must be a decoder with a head for the next token, but {name} is {kind}. "
             "Give one that was saved with its head, as by AutoModelForCausalLM."
         )
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with quiet(), torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise _no_decoder(name, error) from error
-    check_length(skeleton, name, max_length)
-
-
-def load_decoder(name: str | os.PathLike[str]) -> nn.Module:
-    """A decoder in float32."""
-    from transformers import AutoModelForCausalLM
-
-    source: dict[str, Any] = source_of(name, SETTING)
-    with quiet():
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **source)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _no_decoder(name, error) from error
-    return model
-
-
-def _no_decoder(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
-    return RankwiseError(
-        f"`model.name` must be a model that predicts the next token, but {name} is not: {first_sentence(error)}"
-    )
+    DECODER.check(config, name, max_length)

@@ -49,7 +49,7 @@ class PretrainedConfig:
     """Longer texts are cut to so many tokens."""
 
     def __post_init__(self) -> None:
-        check_whole(self, "max_length", 8)
+        check_whole(self, 8, "max_length")
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,8 @@ class PretrainedTask(Task[P, D]):
     def objective(
         self, model: nn.Module, config: LoopConfig, device: torch.device, teacher: nn.Module | None = None
     ) -> ExampleObjective:
-        loss: Loss = own_loss
+        # without a teacher: the loss that the model itself computes from the labels
+        loss: Loss = lambda model, batch: model(**batch).loss  # noqa: E731
         if teacher is not None:
             loss = distillation_loss(teacher.to(device), self.experiment.distillation)
         return ExampleObjective(model, self.train, config, device, loss)
@@ -288,12 +289,6 @@ class PretrainedTask(Task[P, D]):
             if found >= experiment.calibration_rows:
                 break
         return Calibration(batches, sampled_loss(experiment.seed))
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model itself computes from the labels."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
@@ -337,12 +332,46 @@ def load_config(name: str | os.PathLike[str]) -> Any:
             ) from error
 
 
-def check_length(model: nn.Module, name: str | os.PathLike[str], max_length: int) -> None:
-    """Refuse a model that cannot read texts of `max_length` tokens."""
-    positions = positions_of(model)
-    if positions is not None and positions < max_length:
-        raise RankwiseError(
-            f"`model.max_length` must be at most {positions}, the positions of {name}, but is {max_length} instead."
+@dataclass(frozen=True)
+class Head:
+    """What a pretrained model answers with."""
+
+    auto: str
+    """The class of transformers that loads such models."""
+    does: str
+    """What such a model does, for messages."""
+
+    def load(self, name: str | os.PathLike[str], **settings: Any) -> nn.Module:
+        """The model of a folder or of a name on the hub, in float32; its head is fresh where none was saved."""
+        import transformers
+
+        source: dict[str, Any] = source_of(name, SETTING)
+        with quiet():
+            try:
+                model: nn.Module = getattr(transformers, self.auto).from_pretrained(
+                    name, dtype=torch.float32, **source, **settings
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                raise self._refused(name, error) from error
+        return model
+
+    def check(self, config: Any, name: str | os.PathLike[str], max_length: int) -> None:
+        """Refuse a model that cannot have this head, or cannot read texts of `max_length` tokens."""
+        import transformers
+
+        try:
+            with quiet(), torch.device("meta"):
+                positions = positions_of(getattr(transformers, self.auto).from_config(config))
+        except ValueError as error:
+            raise self._refused(name, error) from error
+        if positions is not None and positions < max_length:
+            raise RankwiseError(
+                f"`model.max_length` must be at most {positions}, the positions of {name}, but is {max_length} instead."
+            )
+
+    def _refused(self, name: str | os.PathLike[str], error: Exception) -> RankwiseError:
+        return RankwiseError(
+            f"`model.name` must be a model that {self.does}, but {name} is not: {first_sentence(error)}"
         )
 
 

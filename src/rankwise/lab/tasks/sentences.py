@@ -1,13 +1,17 @@
 """Classification and regression of sentences, or pairs of them: the tasks of GLUE, and files of one's own.
 
-`rankwise run glue-mpnet --task mrpc` and `rankwise run sentences --data rows.csv --text_column text`.
+`rankwise run glue-mpnet --task mrpc` and `rankwise run sentences --data rows.csv --text_column text`. Texts are
+tokenized once and stay on the device; batches are of like length, in few shapes.
+
+Shapes: N = examples, B = batch, L = tokens of the longest example.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,29 +22,27 @@ from torch import Tensor, nn
 from rankwise.adapters.plans import find_plan
 from rankwise.core.plan import Plan
 from rankwise.errors import DataError, RankwiseError
-from rankwise.hub import source_of
-from rankwise.lab.data.glue import Dataset, Rows, load_glue, score, task_named
-from rankwise.lab.data.glue.read import ARCHIVES
-from rankwise.lab.data.glue.tasks import Task as GlueTask
-from rankwise.lab.data.text import Progress
-from rankwise.lab.data.tokenized import TokenizedTexts
+from rankwise.lab.data.glue import ARCHIVES, load_glue, task_named
+from rankwise.lab.data.rows import Columns, Dataset, Rows, read_table, score
+from rankwise.lab.data.rows import Task as LabelTask
+from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.tasks.pretrained import (
-    SETTING,
+    Head,
     KnownModel,
     PretrainedExperiment,
     PretrainedTask,
-    check_length,
     check_share,
-    first_sentence,
     load_config,
-    load_tokenizer,
-    quiet,
-)
-from rankwise.lab.tasks.rows import Columns, read_table
+)  # fmt: skip
 
+CLASSIFIER = Head("AutoModelForSequenceClassification", "can classify texts")
 SPLIT_SEED = 0
 """Which rows are held out is the same for every seed of an experiment."""
 EVALUATION_BATCH = 64
+POOL = 50
+"""Batches whose examples are sorted by length together: enough that they are alike, and still in random company."""
+MULTIPLE = 16
+"""Lengths of batches are multiples of it, so that there are few."""
 
 ENCODERS = {
     "glue-roberta": KnownModel("FacebookAI/roberta-base", 124_647_170, 123_933_696, 499),
@@ -60,6 +62,8 @@ class Splits:
     """Rows to choose settings on; None where there are none."""
     test: Rows
     """Rows that are reported; nothing is chosen on them."""
+    tokenized: dict[Any, TokenizedTexts] = field(default_factory=dict)
+    """Splits as tokens, made once for all variants of an experiment."""
 
     @property
     def fingerprint(self) -> str:
@@ -202,7 +206,7 @@ class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
     """An encoder with a head for one label of each row."""
 
     @property
-    def glue(self) -> GlueTask:
+    def glue(self) -> LabelTask:
         """The labels and the metrics."""
         return self.data.dataset.task
 
@@ -233,41 +237,17 @@ class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
 
     def _examples(self, split: str) -> TokenizedTexts | None:
         rows: Rows | None = getattr(self.data, split)
-        name = self.experiment.model.name
-        place = str(Path(name).resolve()) if Path(name).is_dir() else name
-        key = _Rows(self.data, split)
-        return None if rows is None else _tokenized(key, place, self.experiment.model.max_length, str(self.device))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A split that equals the same split of the same rows: variants of an experiment are tokenized once."""
-
-    data: Splits
-    split: str
-
-    def _key(self) -> tuple[object, ...]:
-        rows = getattr(self.data, self.split)
-        return self.data.dataset.task, self.data.fingerprint, self.split, len(rows)
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rows) and self._key() == other._key()
-
-
-@cache
-def _tokenized(key: _Rows, name: str, max_length: int, device: str) -> TokenizedTexts:
-    rows, task = getattr(key.data, key.split), key.data.dataset.task
-    return TokenizedTexts(
-        load_tokenizer(name),
-        rows.texts,
-        [int(label) for label in rows.labels] if task.labels else rows.labels,
-        max_length=max_length,
-        regression=task.is_regression,
-        device=device,
-    )
+        if rows is None:
+            return None
+        model, known = self.experiment.model, self.data.tokenized
+        key = split, model.name, model.max_length, self.device
+        if key not in known:
+            labels = [int(label) for label in rows.labels] if self.glue.labels else rows.labels
+            known[key] = TokenizedTexts(
+                self.tokenizer, rows.texts, labels, max_length=model.max_length, regression=self.glue.is_regression,
+                device=self.device,
+            )  # fmt: skip
+        return known[key]
 
 
 @torch.inference_mode()
@@ -285,7 +265,7 @@ def predict(model: nn.Module, examples: TokenizedTexts) -> tuple[np.ndarray[Any,
     return logits.numpy(), examples.tensors["labels"].cpu().numpy()
 
 
-def check_encoder(name: str | os.PathLike[str], task: GlueTask, max_length: int) -> None:
+def check_encoder(name: str | os.PathLike[str], task: LabelTask, max_length: int) -> None:
     """Refuse a model that is not there, has a head for other labels, or takes no texts of `max_length` tokens."""
     config = load_config(name)
     # a head that was trained for other labels would give answers that mean something else
@@ -295,31 +275,15 @@ def check_encoder(name: str | os.PathLike[str], task: GlueTask, max_length: int)
             f"The head of {name} must have {task.num_labels} labels for {task.title}, but has {config.num_labels}. "
             "Give a model without a head, or one that was fine-tuned for this task."
         )
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        with quiet(), torch.device("meta"):
-            skeleton = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise _no_classifier(name, error) from error
-    check_length(skeleton, name, max_length)
+    CLASSIFIER.check(config, name, max_length)
 
 
-def load_encoder(name: str | os.PathLike[str], task: GlueTask, *, seed: int | None = None) -> nn.Module:
+def load_encoder(name: str | os.PathLike[str], task: LabelTask, *, seed: int | None = None) -> nn.Module:
     """An encoder with a head for `task`: the one that was saved, or a fresh one."""
-    from transformers import AutoModelForSequenceClassification
-
-    kind = "regression" if task.is_regression else "single_label_classification"
-    source: dict[str, Any] = source_of(name, SETTING)
     if seed is not None:
         torch.manual_seed(seed)
-    with quiet():
-        try:
-            model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=task.num_labels, problem_type=kind, dtype=torch.float32, **source
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _no_classifier(name, error) from error
+    kind = "regression" if task.is_regression else "single_label_classification"
+    model = CLASSIFIER.load(name, num_labels=task.num_labels, problem_type=kind)
     config: Any = model.config
     if task.labels:
         config.id2label = dict(enumerate(task.labels))
@@ -327,7 +291,66 @@ def load_encoder(name: str | os.PathLike[str], task: GlueTask, *, seed: int | No
     return model
 
 
-def _no_classifier(name: str | os.PathLike[str], error: Exception) -> RankwiseError:
-    return RankwiseError(
-        f"`model.name` must be a model that can classify texts, but {name} is not: {first_sentence(error)}"
-    )
+class TokenizedTexts:
+    """Examples on a device."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        texts: Sequence[tuple[str, ...]],
+        labels: Sequence[float] | None = None,
+        *,
+        max_length: int = 128,
+        regression: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        found = tokenizer(*columns, truncation=True, max_length=max_length)
+        self.lengths = [len(ids) for ids in found["input_ids"]]
+        self.device = torch.device(device)
+        width = min(_rounded(max(self.lengths)), max_length)
+        pads = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
+        self.tensors = {name: self._padded(found[name], pad, width) for name, pad in pads.items() if name in found}
+        if labels is not None:
+            kind = torch.float32 if regression else torch.long
+            self.tensors["labels"] = torch.tensor(labels, dtype=kind, device=self.device)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batches(self, batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """One epoch: the order and the company of the examples are random, but those of a batch are of like length."""
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        order = torch.randperm(len(self), generator=generator).tolist()
+        chunks = []
+        for start in range(0, len(order), POOL * batch_size):
+            pool = sorted(order[start : start + POOL * batch_size], key=self.lengths.__getitem__)
+            chunks += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
+        mixed = [chunks[i] for i in torch.randperm(len(chunks), generator=generator).tolist()]
+        yield from self._cut(mixed)
+
+    def in_order(self, batch_size: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """Every example once, the shortest first, with their places."""
+        order = sorted(range(len(self)), key=self.lengths.__getitem__)
+        chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        yield from zip(chunks, self._cut(chunks), strict=True)
+
+    def _cut(self, chunks: list[list[int]]) -> Iterator[dict[str, Tensor]]:
+        # one copy to the device for the whole epoch
+        places = torch.tensor([place for chunk in chunks for place in chunk], device=self.device)
+        start = 0
+        for chunk in chunks:
+            index, start = places[start : start + len(chunk)], start + len(chunk)
+            length = _rounded(max(self.lengths[place] for place in chunk))
+            picked = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+            yield {name: tensor[:, :length] if tensor.dim() > 1 else tensor for name, tensor in picked.items()}
+
+    def _padded(self, rows: list[list[int]], pad: int, width: int) -> Tensor:
+        padded_NL = torch.full((len(rows), width), pad, dtype=torch.long)
+        for place, row in enumerate(rows):
+            padded_NL[place, : len(row)] = torch.tensor(row)
+        return padded_NL.to(self.device)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // MULTIPLE) * MULTIPLE

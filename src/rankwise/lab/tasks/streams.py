@@ -24,13 +24,11 @@ from rankwise.errors import CheckpointError, DataError, InvalidValueError, Rankw
 from rankwise.lab.data.corpus import Corpus, Unit
 from rankwise.lab.data.download import PUBLISHED
 from rankwise.lab.data.sources import NAMES, load_corpus, load_prepared
-from rankwise.lab.data.text import Progress
-from rankwise.lab.data.vocabulary import Vocabulary
+from rankwise.lab.data.vocabulary import Progress, Vocabulary
 from rankwise.lab.data.windows import Windows
 from rankwise.lab.models import ModelConfig
 from rankwise.lab.tasks.base import Calibration, Experiment, SavedModel, SizePreview, Task
-from rankwise.lab.tasks.language import LanguageModel, Quality, evaluate
-from rankwise.lab.tasks.stream_loss import StreamObjective
+from rankwise.lab.tasks.language import LanguageModel, StreamObjective, evaluate
 from rankwise.lab.training.config import TrainingConfig
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices
@@ -196,10 +194,8 @@ class StreamExperiment(Experiment):
             model = build(self.model)
         plan, exported = self.plan(model), count(model)
         if self.budget is not None:
-            account = size_account(
-                model, plan_for_method(model, plan, self.method), self.method, trained=self.init != "random"
-            )
-            exported = self.budget.resolve(account)
+            pruned = plan_for_method(model, plan, self.method)
+            exported = self.budget.resolve(size_account(model, pruned, self.method, trained=self.init != "random"))
         published = PUBLISHED.get(self.corpus.name.removesuffix("-words"))
         return SizePreview(
             parameters=count(model),
@@ -277,12 +273,9 @@ class StreamTask(Task[StreamExperiment, Corpus]):
         return Calibration(windows, lambda output: loss_of_choices(output[0], generator))
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        return self.quality(model, split).record()
-
-    def quality(self, model: nn.Module, split: str) -> Quality:
         """The quality on a split: in float32, products on a GPU in TF32."""
         text = self.experiment.training.evaluation(getattr(self.data, split))
-        return evaluate(LanguageModel(model.to(self.device)), text, self.data.unit)
+        return evaluate(LanguageModel(model.to(self.device)), text, self.data.unit).record()
 
     def example(self) -> dict[str, Tensor]:
         text = self.data.valid
@@ -298,7 +291,13 @@ class StreamTask(Task[StreamExperiment, Corpus]):
             raise CheckpointError(
                 f"A base must have a vocabulary, but {folder} has no {VOCABULARY}. Run `rankwise train` again."
             )
-        check_vocabulary(self.data, known)
+        corpus = self.data
+        if corpus.vocabulary != known:
+            raise DataError(
+                f"The corpus must have the vocabulary that the model was trained on ({len(known):,} {known.kind}s), "
+                f"but {corpus.name} has another ({len(corpus.vocabulary):,} {corpus.vocabulary.kind}s). "
+                "Give the corpus of its training."
+            )
 
     def check(self) -> None:
         super().check()
@@ -319,13 +318,3 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
         return None if plain is None else Vocabulary.from_json(plain)
     except DataError as error:
         raise foreign_file(path, f"does not fit: {error}") from error
-
-
-def check_vocabulary(corpus: Corpus, known: Vocabulary) -> None:
-    """Refuse a text whose tokens have other numbers than those that a model was trained on."""
-    if corpus.vocabulary != known:
-        raise DataError(
-            f"The corpus must have the vocabulary that the model was trained on ({len(known):,} {known.kind}s), but "
-            f"{corpus.name} has another ({len(corpus.vocabulary):,} {corpus.vocabulary.kind}s). "
-            "Give the corpus of its training."
-        )

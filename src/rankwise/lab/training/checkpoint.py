@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,9 @@ from rankwise.files import (
     verifies,
     write_json,
     write_tensors,
-)
+)  # fmt: skip
 
 FORMAT, VERSION = "rankwise-checkpoint", 2
-UNSEALED = 1
-"""The version of the format that has no checksums."""
 MODEL, TRAINING, ABOUT = "model.safetensors", "training.safetensors", "checkpoint.json"
 _NAME = re.compile(r"step-(\d+)(-unevaluated)?")
 
@@ -80,16 +78,16 @@ class Checkpoints:
         for step, evaluated in self.steps():
             stale = not evaluated and (step, True) in last
             if stale or ((step, evaluated) not in last and not (evaluated and step == best)):
-                self._remove(self._path(step, evaluated))
+                self.remove(step, evaluated)
 
     def load(self, step: int, evaluated: bool = True) -> Checkpoint:
         """Read a checkpoint; what is damaged is refused."""
         path = self._path(step, evaluated)
         try:
             about = json.loads((path / ABOUT).read_bytes())
-            if about["format"] != FORMAT or about["version"] not in (UNSEALED, VERSION):
+            if (about["format"], about["version"]) != (FORMAT, VERSION):
                 raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
-            if about["version"] != UNSEALED and verifies():
+            if verifies():
                 _check(path, about)
             model = load_file(path / MODEL)
             model.update({name: model[first] for name, first in about["tied"].items()})
@@ -101,17 +99,10 @@ class Checkpoints:
                 f"A checkpoint must be whole, but {path} is not: {reason(error)}. Remove that folder; the run {then}."
             ) from error
 
-    def latest_first(self) -> Iterator[Checkpoint]:
-        for step, evaluated in reversed(self.steps()):
-            yield self.load(step, evaluated)
-
     def has_best(self, checkpoint: Checkpoint) -> bool:
         """Whether the best weights before a checkpoint are there still, without which its run cannot end."""
         best = checkpoint.about["best"]
         return best is None or best["step"] == checkpoint.step or (best["step"], True) in self.steps()
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        self._remove(self._path(checkpoint.step, checkpoint.evaluated))
 
     def sweep(self) -> None:
         """Remove what a killed run left unfinished."""
@@ -140,8 +131,9 @@ class Checkpoints:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _remove(self, path: Path) -> None:
-        # renamed first: a run that is killed now leaves no half of a checkpoint under its name
+    def remove(self, step: int, evaluated: bool) -> None:
+        """Remove a checkpoint; a run that is killed meanwhile leaves no half of it under its name."""
+        path = self._path(step, evaluated)
         gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         try:
             os.rename(path, gone)
@@ -173,15 +165,11 @@ def check_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) ->
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             check_same(before, after, folder)
         else:
+            was, now_is = (json.dumps(value)[:80] for value in (before, after))
             raise CheckpointError(
-                f"A run resumes with the configuration it began with, but in {folder} `{key}` was {_short(before)} "
-                f"and is now {_short(after)}. Restore it, or choose another folder."
+                f"A run resumes with the configuration it began with, but in {folder} `{key}` was {was} and is now "
+                f"{now_is}. Restore it, or choose another folder."
             )
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -52,11 +52,8 @@ def linear(step: int, warmup_steps: int, num_steps: int) -> float:
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
-    "inverse-sqrt": inverse_sqrt,
-    "cosine": cosine,
-    "constant": constant,
-    "linear": linear,
-}
+    "inverse-sqrt": inverse_sqrt, "cosine": cosine, "constant": constant, "linear": linear,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +106,11 @@ class LoopConfig:
     def __post_init__(self) -> None:
         # a config read from JSON brings a list
         object.__setattr__(self, "betas", tuple(self.betas))
-        whole: dict[str, int] = {"dense_steps": 0, "warmup_steps": 0, "seed": 0}
-        for name in ("steps", "batch_size", "dense_steps", "warmup_steps", "accumulate", *_OFTEN, "keep", "seed"):
-            if name != "eval_every" or self.eval_every is not None:
-                check_whole(self, name, whole.get(name, 1))
-        for name, known in _CHOICES.items():
-            check_choice(self, name, known)
+        check_whole(self, 0, "dense_steps", "warmup_steps", "seed")
+        check_whole(self, 1, "steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every", "keep")
+        check_choice(self, "schedule", tuple(SCHEDULES))
+        check_choice(self, "precision", get_args(Precision))
+        check_choice(self, "device", get_args(Device))
         check_positive(self, "lr", "clip")
         check_decay(self)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -160,16 +156,8 @@ class TrainingConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, "window", 1)
-        if self.eval_tokens is not None and (type(self.eval_tokens) is not int or self.eval_tokens < 1):
-            raise InvalidValueError(
-                f"`eval_tokens` must be at least 1, or None for all, but is {self.eval_tokens!r} instead."
-            )
-        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 0):
-            raise InvalidValueError(
-                f"`reset_every` must be a whole number of at least 0, or None to do as evaluation does, but is "
-                f"{self.reset_every!r} instead."
-            )
+        check_whole(self, 1, "window", "eval_tokens")
+        check_whole(self, 0, "reset_every")
         if not 0 <= self.distill <= 1:
             raise InvalidValueError(f"`distill` must be a share of the loss, in [0, 1], but is {self.distill} instead.")
 
@@ -208,10 +196,7 @@ class TuningConfig:
     """Steps between checkpoints, from which a stopped phase resumes."""
 
     def __post_init__(self) -> None:
-        for name in ("min_steps", "batch_size", "log_every", "checkpoint_every"):
-            check_whole(self, name, 1)
-        if self.max_steps is not None:
-            check_whole(self, "max_steps", 1)
+        check_whole(self, 1, "max_steps", "min_steps", "batch_size", "log_every", "checkpoint_every")
         check_positive(self, "epochs", "lr", "clip")
         check_decay(self)
         if not 0 <= self.warmup < 1:
@@ -225,21 +210,12 @@ class TuningConfig:
 
     def counted(self, num_examples: int, *, precision: Precision, device: Device, seed: int) -> LoopConfig:
         """The settings of the loop over a training set of that size."""
+        same = ("batch_size", "lr", "schedule", "weight_decay", "clip", "checkpoint_every", "log_every")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in same}
         steps = self.steps(num_examples)
+        warmup = int(self.warmup * steps)
         return LoopConfig(
-            steps=steps,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            schedule=self.schedule,
-            warmup_steps=int(self.warmup * steps),
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-            precision=precision,
-            device=device,
-            checkpoint_every=self.checkpoint_every,
-            keep=1,
-            log_every=self.log_every,
-            seed=seed,
+            steps=steps, warmup_steps=warmup, keep=1, precision=precision, device=device, seed=seed, **settings
         )
 
 
@@ -264,11 +240,12 @@ def autocast(precision: Precision, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def check_whole(config: object, name: str, least: int) -> None:
-    """Refuse a setting that is not a whole number of at least `least`."""
-    value = getattr(config, name)
-    if type(value) is not int or value < least:
-        raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+def check_whole(config: object, least: int, *names: str) -> None:
+    """Refuse settings that are given and are not whole numbers of at least `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (type(value) is not int or value < least):
+            raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
 
 
 def check_positive(config: object, *names: str) -> None:
@@ -289,7 +266,3 @@ def check_choice(config: object, name: str, known: tuple[str, ...]) -> None:
 def check_decay(config: LoopConfig | TuningConfig) -> None:
     if not 0 <= config.weight_decay < math.inf:
         raise InvalidValueError(f"`weight_decay` must be at least 0 and finite, but is {config.weight_decay} instead.")
-
-
-_OFTEN = ("eval_every", "checkpoint_every", "log_every")
-_CHOICES = {"schedule": tuple(SCHEDULES), "precision": ("no", "bf16"), "device": ("auto", "cpu")}

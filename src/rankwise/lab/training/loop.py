@@ -7,25 +7,63 @@ where due. All of it is a function of (configuration, step, checkpoint), so a ki
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from rankwise.core.budget import count
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, nearest
 from rankwise.lab.training.config import LoopConfig
-from rankwise.lab.training.interrupt import Interrupted, Stop, interruption
-from rankwise.lab.training.objective import Trainable
-from rankwise.lab.training.progress import Progress
-from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings
+from rankwise.lab.training.objective import Progress, Trainable
+from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings, write_file
 from rankwise.lab.training.run import Best, MakePruner, Run
-from rankwise.lab.training.trackers import Trackers, check_trackers
 from rankwise.pruner import Pruner
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the run; its message says how to resume it."""
+
+
+class Stop:
+    """Remembers that the user asked to stop."""
+
+    requested = False
+
+    def check(self) -> None:
+        """Raise where a stop was asked for: called where nothing is half-done."""
+        if self.requested:
+            raise Interrupted
+
+
+@contextmanager
+def interruption() -> Iterator[Stop]:
+    """Turn the first Ctrl-C into a request; a second one ends the program at once."""
+    stop = Stop()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    # only the main thread gets signals, and only it may say what happens then
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +127,7 @@ def _fit(run: Run, trackers: Sequence[str], progress: Progress, after_step: Call
         run.folder.record.unlink(missing_ok=True)
     elif run.pruner is not None:
         after_step(run.pruner)
-    run.folder.begin(run.configuration)
+    write_file(run.folder.path / "config.json", run.configuration)
     # an interrupted evaluation has not written its line, so lines up to the step before are what is known
     run.folder.cut(run.step - run.pending)
     tracked = Trackers(trackers, run.folder.path, asdict(run.config), run.step - run.pending)
@@ -179,6 +217,10 @@ def _finish(run: Run) -> Outcome:
     """Go back to the best weights, and write the record."""
     if run.best is not None and run.best.step != run.step:
         run.load_model(run.checkpoints.load(run.best.step))
+    quality = None
+    if run.best is not None:
+        figures = run.objective.figures(run.best.loss)
+        quality = {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}
     record = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -188,8 +230,8 @@ def _finish(run: Run) -> Outcome:
         "corpus": run.task.record(),
         "steps": run.step,
         run.objective.unit: run.step * run.objective.per_step,
-        "sizes": _sizes(run),
-        "quality": {"valid": _quality(run)},
+        "sizes": {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size()),
+        "quality": {"valid": quality},
         "seconds": run.seconds,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
@@ -197,16 +239,77 @@ def _finish(run: Run) -> Outcome:
     # finished before: only weights and pruner were wanted
     before = run.folder.finished()
     if before is None:
-        run.folder.finish(record)
+        write_file(run.folder.record, record)
     return Outcome(run.model, run.pruner, run.best, before or record, run.folder.path)
 
 
-def _sizes(run: Run) -> dict[str, Any]:
-    return {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size())
+class TensorBoard:
+    """Event files in the folder `trackers` of the run."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # what was written of later steps, before the run was stopped, is dropped
+        self.writer = SummaryWriter(str(folder / "trackers"), purge_step=step + 1)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
 
 
-def _quality(run: Run) -> dict[str, Any] | None:
-    if run.best is None:
-        return None
-    figures = run.objective.figures(run.best.loss)
-    return {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}
+class WeightsAndBiases:
+    """A run of the project `rankwise`, named like the folder."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], step: int) -> None:
+        import wandb  # type: ignore[import-not-found]
+
+        self.run = wandb.init(project="rankwise", name=folder.name, dir=str(folder), config=dict(settings))
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+TRACKERS: dict[str, Any] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+"""Trackers by name, which is also that of the package that each needs."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker that is not known or whose package is not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise RankwiseError(
+                f"A tracker must be one of {', '.join(TRACKERS)}, but is {name!r} instead.{nearest(name, TRACKERS)}"
+            )
+        if find_spec(name) is None:
+            raise RankwiseError(
+                f"The tracker {name} needs its package, which is not installed. Install it: pip install {name}."
+            )
+
+
+class Trackers:
+    """The trackers of one run."""
+
+    def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], step: int) -> None:
+        self.opened = [TRACKERS[name](folder, settings, step) for name in names]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Send the numbers of a line of metrics."""
+        figures = {
+            name: value for name, value in line.items() if name != "step" and isinstance(value, bool | int | float)
+        }
+        for tracker in self.opened:
+            tracker.log(figures, line["step"])
+
+    def close(self) -> None:
+        for tracker in self.opened:
+            tracker.close()

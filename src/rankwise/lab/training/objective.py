@@ -1,4 +1,7 @@
-"""What the loop needs of a task: the loss of a model on the batch of each step. See `rankwise.lab.tasks`."""
+"""What the loop needs of a task, the loss of a model on the batch of each step; and whom it tells what happens.
+
+See `rankwise.lab.tasks` for the tasks themselves.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,29 @@ class Trainable(Protocol):
         self, model: nn.Module, config: Any, device: torch.device, teacher: nn.Module | None = None
     ) -> Objective:
         """The loss of a model; with a teacher, what it learns from the teacher's answers is part of it."""
+
+
+class Progress:
+    """Called on each event of the training loop; silent: override what is of interest."""
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """Training starts, or continues after `step`."""
+
+    def advance(self, step: int) -> None:
+        """A step was taken. Called often: return at once."""
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
+
+    def end(self) -> None:
+        """Training is over, or was interrupted."""
+
+
+class Watcher(Progress):
+    """Called on each event of an experiment; override what is of interest."""
+
+    def phase(self, title: str) -> None:
+        """Another part begins: training, evaluating, timing."""
+
+    def read(self, what: str, done: int, total: int | None) -> None:
+        """Data is being downloaded or prepared: `done` of `total` bytes."""

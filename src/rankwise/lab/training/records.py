@@ -11,7 +11,8 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,6 @@ class RunFolder:
         finally:
             lock.release()
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Make the folder and say what will be run in it."""
-        write_file(self.path / "config.json", config)
-
     def append(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
         try:
@@ -81,42 +78,28 @@ class RunFolder:
         """The metrics so far."""
         if not self.metrics.exists():
             return []
+        found = []
         # only a line that ends is complete
-        complete = self.metrics.read_bytes().split(b"\n")[:-1]
-        return [self._parsed(line, number) for number, line in enumerate(complete, 1)]
+        for number, line in enumerate(self.metrics.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                content: dict[str, Any] = json.loads(line)
+                is_metrics = type(content["step"]) is int
+            except (ValueError, KeyError, TypeError):
+                is_metrics = False
+            if not is_metrics:
+                raise CheckpointError(
+                    f"Every line of {self.metrics} must be JSON with a `step`, but line {number} is "
+                    f"{line.decode('utf-8', 'replace')[:40]!r}. Remove that line and run again."
+                )
+            found.append(content)
+        return found
 
     def finished(self) -> dict[str, Any] | None:
         """The record of a finished run; None where there is none."""
-        try:
-            record: dict[str, Any] = json.loads(self.record.read_bytes())
-            found = record["format"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError):
-            found = "something else"
-        if found != FORMAT:
-            raise CheckpointError(
-                f"{self.record} must be the record of a training run, {FORMAT}, but is {found}. "
-                "Remove it, or choose another folder."
-            )
+        record = read_json(self.record, "format")
+        if record is not None and record["format"] != FORMAT:
+            raise foreign_file(self.record, f"is {record['format']}, not {FORMAT}")
         return record
-
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """Write the record of a finished run."""
-        write_file(self.record, record)
-
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads(line)
-            if type(content["step"]) is int:
-                return content
-        except (ValueError, KeyError, TypeError):
-            pass
-        shown = line.decode("utf-8", "replace")
-        raise CheckpointError(
-            f"Every line of {self.metrics} must be JSON with a `step`, but line {number} is "
-            f"{shown[:40] + '...' if len(shown) > 40 else shown!r}. Remove that line and run again."
-        )
 
 
 def write_file(path: Path, content: Mapping[str, Any]) -> None:
@@ -176,13 +159,8 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "numpy", "safetensors", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = ("torch", "numpy", "safetensors", "transformers")
+    return {name: version(name) for name in packages if find_spec(name) is not None}
 
 
 def _processor() -> str:

@@ -7,12 +7,13 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.optim import linear
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.lab.training.checkpoint import (
     Checkpoint,
@@ -22,15 +23,20 @@ from rankwise.lab.training.checkpoint import (
     load_random,
     optimizer_tensors,
     random_tensors,
-)
+)  # fmt: skip
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
-from rankwise.lab.training.graph import StepGraphs
-from rankwise.lab.training.histograms import gate_histograms
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.records import RunFolder
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
+
+GATES = "gates"
+"""The key of a line of metrics under which they stand."""
+BINS = 20
+"""Equal parts of [0, 1]."""
+POINTS = 20
+"""Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +121,11 @@ class Run:
         if not self.model.training:
             self.model.train()
         self.objective.begin_step(self.step)
-        if self.graphs is None:
+        if self.graphs is not None:
+            self._move_weights_by_graph(self.graphs)
+        else:
             self.parts = self.objective.batch(self.step)
             self._move_weights()
-        else:
-            self._move_weights_by_graph(self.graphs)
         if self.pruner is not None:
             self.pruner.step()
         self.step += 1
@@ -156,7 +162,8 @@ class Run:
     def training_metrics(self) -> dict[str, Any]:
         """Means since the last line, and how large the model is."""
         num_steps = self.step - self.logged
-        loss, norm = (self.finite_sums() / num_steps).tolist()
+        self._check_finite(float(self.sums.sum()))
+        loss, norm = (self.sums / num_steps).tolist()
         line: dict[str, Any] = {**self.objective.figures(loss)}
         line["lr"] = self.config.lr_at(self.step, pruning=self.pruning)
         if self.config.clip is not None:
@@ -171,11 +178,6 @@ class Run:
         """Start new means."""
         self.sums.zero_()
         self.logged = self.step
-
-    def finite_sums(self) -> Tensor:
-        """The sums, if training is still sound."""
-        self._check_finite(float(self.sums.sum()))
-        return self.sums
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -204,7 +206,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of now."""
-        self.finite_sums()
+        self._check_finite(float(self.sums.sum()))
         training = {**optimizer_tensors(self.optimizer), **self.objective.tensors(), **random_tensors(self.device)}
         training["sums"] = self.sums
         about = {
@@ -220,12 +222,13 @@ class Run:
     def restore(self) -> bool:
         """Continue from the last checkpoint, if there is one of this very run."""
         self.checkpoints.sweep()
-        for checkpoint in self.checkpoints.latest_first():
+        for saved in reversed(self.checkpoints.steps()):
+            checkpoint = self.checkpoints.load(*saved)
             about = checkpoint.about
             check_same(binding(about["configuration"]), binding(self.configuration), self.folder.path)
             if self.checkpoints.has_best(checkpoint):
                 break
-            self.checkpoints.remove(checkpoint)
+            self.checkpoints.remove(*saved)
         else:
             torch.manual_seed(self.config.seed)
             return False
@@ -290,6 +293,64 @@ class Run:
         return StepGraphs(self._move_weights, share=not self.objective.carries)
 
 
+class StepGraphs:
+    """Steps recorded as CUDA graphs, one for each shape of batch: the host issues one command in place of hundreds.
+
+    A small model keeps a GPU busy for less time than the host takes to issue its work. `step` must read and write the
+    same memory for every batch of a shape. A graph of it is valid as long as the *signature* stays the same: the shapes
+    of what is carried from step to step, and what of the gates is known to the host. A signature is run once before it
+    is recorded, so that kernels are compiled and state is made by then.
+
+    Args:
+        share: the graphs share the memory of a step. Then `step` must leave nothing behind that it made, such as
+            gradients, and no signature may change: memory is not shared with a graph that was dropped.
+    """
+
+    def __init__(self, step: Callable[[], None], *, share: bool) -> None:
+        self.step = step
+        self.recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        """The graph of each shape of batch."""
+        self._pool = torch.cuda.graph_pool_handle() if share else None
+        self._seen: dict[Hashable, Hashable] = {}
+        """The last signature of each shape."""
+        self._refused = False
+        """Whether the step does what no graph can hold, such as waiting for the GPU."""
+
+    def run(self, key: Hashable, signature: Hashable) -> bool:
+        """Take a step on the batch of that key; whether it was one of a graph, so that what it wrote lies as before."""
+        is_new = key not in self._seen or self._seen[key] != signature
+        if is_new and key in self.recorded:
+            self.recorded.pop(key).reset()
+        self._seen[key] = signature
+        if not is_new and not self._refused and key not in self.recorded:
+            self._record(key)
+        if key not in self.recorded:
+            self.step()
+            return False
+        self.recorded[key].replay()
+        return True
+
+    def forget(self) -> None:
+        """Drop all graphs and free their memory."""
+        for graph in self.recorded.values():
+            graph.reset()
+        self.recorded.clear()
+        self._seen.clear()
+
+    def _record(self, key: Hashable) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads, such as a tracker's, may continue with theirs
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self.step()
+        except RuntimeError as error:
+            self._refused = True
+            reason = str(error).split("\n")[0]
+            warnings.warn(f"This model trains without a CUDA graph, and slower: {reason}", stacklevel=5)
+        else:
+            self.recorded[key] = graph
+
+
 def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | None, teacher: nn.Module | None) -> None:
     """Refuse arguments of `fit` that do not fit together."""
     if isinstance(pruner, Pruner) and (config.dense_steps or pruner.model is not model):
@@ -301,3 +362,29 @@ def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | N
         raise InvalidValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
     if teacher is model:
         raise InvalidValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
+
+
+def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, Any]:
+    """Components of each matrix by how far they are open, for a line of metrics; nothing where none is due.
+
+    Due is a function of the steps alone, so that a resumed run writes the same lines.
+
+    Args:
+        num_steps: of the whole run.
+        before: the pruner's step at the last line.
+    """
+
+    def point(step: int) -> tuple[int, int]:
+        # once the choice is made nothing moves
+        whole = 0 if pruner.controller.is_frozen else POINTS * step // num_steps
+        return int(POINTS * linear(step, pruner.controller.anneal_steps)), whole
+
+    now = pruner.steps
+    if before > 0 and point(now) == point(before):
+        return {}
+    opened = pruner.controller.open_fractions()
+    if opened is None:
+        return {}
+    # together, so that the host waits once
+    counts = torch.stack([torch.histc(part.float(), BINS, 0, 1) for part in opened]).long().tolist()
+    return {GATES: {site.name: found for site, found in zip(pruner.plan.sites, counts, strict=True)}}

@@ -8,7 +8,7 @@ pruner with `schedule="linear"` here, so that no size is passed before they have
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -58,13 +58,5 @@ class Snapshots:
     def _take_next(self) -> None:
         limit, budget = self._waiting.pop(0)
         pruner = self.pruner
-        counts = pruner.controller.num_kept(limit)
-        size = SizeReport(
-            dense=pruner.account.dense,
-            budget=limit,
-            expected=pruner.controller.expected_size(),
-            exported=pruner.account.size(counts),
-            prunable=pruner.account.prunable,
-            nonzeros=pruner.method.counts_nonzeros,
-        )
+        size = replace(pruner.size(), budget=limit, exported=pruner.account.size(pruner.controller.num_kept(limit)))
         self.taken.append(Snapshot(budget, pruner.compact(budget), size, pruner.steps))

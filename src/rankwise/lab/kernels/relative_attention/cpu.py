@@ -29,14 +29,9 @@ _SOURCE = Path(__file__).with_name("cpu.c")
 
 
 def relative_attention(
-    content_BTHE: Tensor,
-    position_BTHE: Tensor,
-    k_BSHE: Tensor,
-    v_BSHE: Tensor,
-    r_LHE: Tensor,
-    reach: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    content_BTHE: Tensor, position_BTHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor, r_LHE: Tensor,
+    reach: int | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """softmax_j((content_i . k_j + position_i . r_{M+i-j}) / sqrt(E)) v_j over keys j <= M + i, (B, T, H, E).
 
     Args:

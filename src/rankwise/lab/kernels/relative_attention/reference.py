@@ -18,13 +18,9 @@ from torch import Tensor
 
 
 def relative_attention(
-    qkv_BSJHE: Tensor,
-    r_SHE: Tensor,
-    content_bias_HE: Tensor,
-    position_bias_HE: Tensor,
-    num_queries: int,
+    qkv_BSJHE: Tensor, r_SHE: Tensor, content_bias_HE: Tensor, position_bias_HE: Tensor, num_queries: int,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y (B, T, H, E) of the last T positions; row c of `r_SHE` belongs to the distance S - 1 - c."""
     q_BSHE, k_BSHE, v_BSHE = qkv_BSJHE.unbind(2)
     q_BTHE = q_BSHE[:, -num_queries:]

@@ -24,14 +24,9 @@ Recurrence = Callable[
 
 
 def sru(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
+    mask_BD: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference.sru` by the implementation for the device of `u_TBKD`; refuses shapes that do not fit together."""
     _check(u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD)
     run = _implementation(u_TBKD.device.type)

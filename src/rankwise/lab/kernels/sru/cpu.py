@@ -42,14 +42,9 @@ _MIN_ROWS = 96
 
 
 def sru(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
+    mask_BD: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference.sru`, which runs instead where u is float64. Needs `READY`."""
     if u_TBKD.dtype == torch.float64:
         return reference.sru(u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD, scale)
@@ -163,14 +158,9 @@ class _ProjectedArguments(ctypes.Structure):
 
 
 def projected_sru(
-    x_TBR: Tensor,
-    factor: nn.Linear | Int8Linear,
-    highway_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    x_TBR: Tensor, factor: nn.Linear | Int8Linear, highway_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor,
+    c0_BD: Tensor, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference.sru` of u = factor(x), where `split_projection` gave `factor`; no gradients."""
     size_T, size_B, size_R = x_TBR.shape
     size_D = c0_BD.shape[1]

@@ -23,14 +23,9 @@ from torch import Tensor
 
 
 def sru(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
+    mask_BD: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All outputs h (T, B, D) and the last state c (B, D), differentiable in every tensor.
 
     Args:

@@ -76,6 +76,14 @@ def _load_block(p_row, o_d, b_in):
 
 
 @triton.jit
+def _load_gates(p_weight_c, p_bias, o_d, b_in, D):
+    """w_f, w_r, b_f and b_r of one block."""
+    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
+    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
+    return b_wf, b_wr, b_bf, b_br
+
+
+@triton.jit
 def _load_step(p_u, p_x, i_row, o_d, b_in, D, K: tl.constexpr):
     """v, p, q and the highway of one step, in the dtype of u."""
     p_u += i_row * K * D
@@ -88,30 +96,13 @@ def _load_step(p_u, p_x, i_row, o_d, b_in, D, K: tl.constexpr):
 
 @triton.jit
 def sru_fwd_kernel(
-    p_u,
-    p_x,
-    p_weight_c,
-    p_bias,
-    p_c0,
-    p_mask,
-    p_seed,
-    dropout,
-    p_h,
-    p_states,
-    p_c,
-    scale,
-    T,
-    B,
-    D,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_u, p_x, p_weight_c, p_bias, p_c0, p_mask, p_seed, dropout, p_h, p_states, p_c, scale, T, B, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
     b_in = o_d < D
-    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
-    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
+    b_wf, b_wr, b_bf, b_br = _load_gates(p_weight_c, p_bias, o_d, b_in, D)
     b_c = _load_block(p_c0 + i_b * D, o_d, b_in)
     b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_c
     seed = tl.load(p_seed) if p_seed is not None else 0
@@ -138,61 +129,56 @@ def sru_fwd_kernel(
 
 
 @triton.jit
-def _load_gradient(p_states, p_dh, p_dh_product, i_row, o_d, b_in, D):
-    """The state before one step, and what reaches its output: from the highway of the next layer, and its product."""
-    b_c = tl.load(p_states + i_row * D + o_d, mask=b_in, other=0.0)
+def _load_gradient(p_dh, p_dh_product, p_drstd, p_rstd, p_mean, i_row, o_d, b_in, D):
+    """What reaches the output of one step: from the highway of the next layer, from its product, and through 1 / sigma
+    of the row, as its slope by h - mean, and the mean."""
     b_dh = tl.load(p_dh + i_row * D + o_d, mask=b_in, other=0.0)
     b_product = b_dh
     if p_dh_product is not None:
         b_product = tl.load(p_dh_product + i_row * D + o_d, mask=b_in, other=0.0)
-    return b_c, b_dh, b_product
-
-
-@triton.jit
-def _load_row(p_drstd, p_rstd, p_mean, i_row, D):
-    """The slope of 1 / sigma by h - mean, and the mean, of the row of one step."""
     slope, mean = 0.0, 0.0
     if p_drstd is not None:
         rstd = tl.load(p_rstd + i_row)
         slope = tl.load(p_drstd + i_row) * rstd * rstd * rstd / D
         mean = tl.load(p_mean + i_row)
-    return slope, mean
+    return b_dh, b_product, slope, mean
+
+
+@triton.jit
+def _store_step(p_du, p_dx, b_dv, b_dp, b_dq, b_dhighway, i_row, o_d, b_in, scale, D, K: tl.constexpr):
+    """The gradients of v, p, q and the highway of one step."""
+    p_du += i_row * K * D
+    tl.store(p_du + o_d, b_dv, mask=b_in)
+    tl.store(p_du + D + o_d, b_dp, mask=b_in)
+    tl.store(p_du + 2 * D + o_d, b_dq, mask=b_in)
+    if K == 4:
+        tl.store(p_du + 3 * D + o_d, b_dhighway, mask=b_in)
+    else:
+        tl.store(p_dx + i_row * D + o_d, b_dhighway * scale, mask=b_in)
+
+
+@triton.jit
+def _store_sums(p_dgates, p_dmask, b_dwf, b_dwr, b_dbf, b_dbr, b_dm, o_bd, b_in, size):
+    """What one sequence adds to the gradients of weights, biases and mask, in a row of its own: sums over sequences
+    then have one order."""
+    tl.store(p_dgates + o_bd, b_dwf, mask=b_in)
+    tl.store(p_dgates + size + o_bd, b_dwr, mask=b_in)
+    tl.store(p_dgates + 2 * size + o_bd, b_dbf, mask=b_in)
+    tl.store(p_dgates + 3 * size + o_bd, b_dbr, mask=b_in)
+    if p_dmask is not None:
+        tl.store(p_dmask + o_bd, b_dm, mask=b_in)
 
 
 @triton.jit
 def sru_bwd_kernel(
-    p_u,
-    p_x,
-    p_weight_c,
-    p_bias,
-    p_states,
-    p_mask,
-    p_seed,
-    dropout,
-    p_dh,
-    p_dh_product,
-    p_drstd,
-    p_rstd,
-    p_mean,
-    p_dc,
-    p_du,
-    p_dx,
-    p_dgates,
-    p_dc0,
-    p_dmask,
-    scale,
-    T,
-    B,
-    D,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_u, p_x, p_weight_c, p_bias, p_states, p_mask, p_seed, dropout, p_dh, p_dh_product, p_drstd, p_rstd, p_mean,
+    p_dc, p_du, p_dx, p_dgates, p_dc0, p_dmask, scale, T, B, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
     b_in = o_d < D
-    b_wf, b_wr = _load_block(p_weight_c, o_d, b_in), _load_block(p_weight_c + D, o_d, b_in)
-    b_bf, b_br = _load_block(p_bias, o_d, b_in), _load_block(p_bias + D, o_d, b_in)
+    b_wf, b_wr, b_bf, b_br = _load_gates(p_weight_c, p_bias, o_d, b_in, D)
     b_m = _load_block(p_mask + i_b * D, o_d, b_in) if p_mask is not None else b_wf
     seed = tl.load(p_seed) if p_seed is not None else 0
     b_zero = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -203,9 +189,8 @@ def sru_bwd_kernel(
         i_t = T - 1 - i_step
         i_row = _row(i_t, B)
         b_v, b_p, b_q, b_x = _load_step(p_u, p_x, i_row, o_d, b_in, D, K)
-        b_c, b_dh, b_product = _load_gradient(p_states, p_dh, p_dh_product, i_row, o_d, b_in, D)
-        slope, mean = _load_row(p_drstd, p_rstd, p_mean, i_row, D)
-
+        b_c = tl.load(p_states + i_row * D + o_d, mask=b_in, other=0.0)
+        b_dh, b_product, slope, mean = _load_gradient(p_dh, p_dh_product, p_drstd, p_rstd, p_mean, i_row, o_d, b_in, D)
         b_before, b_value = b_c.to(tl.float32), b_v.to(tl.float32)
         b_highway = b_x.to(tl.float32)
         if K == 3:
@@ -236,106 +221,62 @@ def sru_bwd_kernel(
         b_dbf += b_dp
         b_dbr += b_dq
 
-        p_du_row = p_du + i_row * K * D
-        tl.store(p_du_row + o_d, b_dc * (1 - b_f), mask=b_in)
-        tl.store(p_du_row + D + o_d, b_dp, mask=b_in)
-        tl.store(p_du_row + 2 * D + o_d, b_dq, mask=b_in)
-        if K == 4:
-            tl.store(p_du_row + 3 * D + o_d, b_dhighway, mask=b_in)
-        else:
-            tl.store(p_dx + i_row * D + o_d, b_dhighway * scale, mask=b_in)
+        _store_step(p_du, p_dx, b_dc * (1 - b_f), b_dp, b_dq, b_dhighway, i_row, o_d, b_in, scale, D, K)
         b_dc = b_dc * b_f + b_dp * b_wf + b_dq * b_wr
 
-    # every sequence has a row of its own, so that the sum over them has one order
     o_bd = i_b * D + o_d
-    tl.store(p_dgates + o_bd, b_dwf, mask=b_in)
-    tl.store(p_dgates + B * D + o_bd, b_dwr, mask=b_in)
-    tl.store(p_dgates + 2 * B * D + o_bd, b_dbf, mask=b_in)
-    tl.store(p_dgates + 3 * B * D + o_bd, b_dbr, mask=b_in)
+    _store_sums(p_dgates, p_dmask, b_dwf, b_dwr, b_dbf, b_dbr, b_dm, o_bd, b_in, B * D)
     tl.store(p_dc0 + o_bd, b_dc, mask=b_in)
-    if p_mask is not None:
-        tl.store(p_dmask + o_bd, b_dm, mask=b_in)
 
 
 def forward(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None,
-    scale: float,
-    *,
-    keeps_states: bool,
-    dropout: Dropout = NO_DROPOUT,
-    launch: Launch = FORWARD,
-) -> tuple[Tensor, Tensor, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor, mask_BD: Tensor | None,
+    scale: float, *, keeps_states: bool, dropout: Dropout = NO_DROPOUT, launch: Launch = FORWARD,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs (T, B, D), the last state (B, D) and the state before each step (T, B, D; none if not kept)."""
-    steps, batch, num_projections, width = u_TBKD.shape
-    u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
+    steps, batch, _, width = u_TBKD.shape
     h_TBD = u_TBKD.new_empty(steps, batch, width)
     states_TBD = u_TBKD.new_empty(steps if keeps_states else 0, batch, width)
     c_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), c0_BD.contiguous(), mask_BD, *dropout)
+    inputs = _dense(u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD)
     outputs = (h_TBD, states_TBD if keeps_states else None, c_BD)
-    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
-    with on(u_TBKD):
-        sru_fwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
-            *inputs, *outputs, scale, *sizes, num_warps=launch.num_warps
-        )
+    _run(sru_fwd_kernel, launch, u_TBKD, *inputs, *dropout, *outputs, scale)
     return h_TBD, c_BD, states_TBD
 
 
 def backward(
-    arrivals: Arrivals,
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    states_TBD: Tensor,
-    mask_BD: Tensor | None,
-    scale: float,
-    *,
-    dropout: Dropout = NO_DROPOUT,
-    launch: Launch = BACKWARD,
-) -> Gradients:
+    arrivals: Arrivals, u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, states_TBD: Tensor,
+    mask_BD: Tensor | None, scale: float, *, dropout: Dropout = NO_DROPOUT, launch: Launch = BACKWARD,
+) -> Gradients:  # fmt: skip
     """Gradients of every input from those of the outputs."""
     assert dropout.seed is None or arrivals.rows is None, "statistics are of rows without dropout"
-    steps, batch, num_projections, width = u_TBKD.shape
-    u_TBKD, x_TBD, mask_BD = u_TBKD.contiguous(), _contiguous(x_TBD), _contiguous(mask_BD)
-    dh_TBD, dh_product_TBD = arrivals.dh_TBD.contiguous(), _contiguous(arrivals.dh_product_TBD)
-    dc_BD = _contiguous(arrivals.dc_BD)
-    rows = [_contiguous(row) for row in arrivals.rows or (None,) * 3]
-
-    du_TBKD = torch.empty_like(u_TBKD)
-    dx_TBD = None if x_TBD is None else torch.empty_like(x_TBD)
+    _, batch, _, width = u_TBKD.shape
+    inputs = _dense(u_TBKD, x_TBD, weight_c_GD, bias_GD, states_TBD, mask_BD)
+    rows = arrivals.rows or (None, None, None)
+    gradients = _dense(arrivals.dh_TBD, arrivals.dh_product_TBD, *rows, arrivals.dc_BD)
+    du_TBKD, dx_TBD, dmask_BD = (None if inputs[i] is None else torch.empty_like(inputs[i]) for i in (0, 1, 5))
     dgates_4BD = u_TBKD.new_empty(4, batch, width, dtype=torch.float32)
     dc0_BD = u_TBKD.new_empty(batch, width, dtype=torch.float32)
-    dmask_BD = None if mask_BD is None else torch.empty_like(mask_BD)
-    inputs = (u_TBKD, x_TBD, weight_c_GD.contiguous(), bias_GD.contiguous(), states_TBD, mask_BD, *dropout)
-    gradients = (dh_TBD, dh_product_TBD, *rows, dc_BD)
     outputs = (du_TBKD, dx_TBD, dgates_4BD, dc0_BD, dmask_BD)
-    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
-    with on(u_TBKD):
-        sru_bwd_kernel[(triton.cdiv(width, launch.block_d), batch)](
-            *inputs, *gradients, *outputs, scale, *sizes, num_warps=launch.num_warps
-        )
+    _run(sru_bwd_kernel, launch, u_TBKD, *inputs, *dropout, *gradients, *outputs, scale)
     return Gradients(du_TBKD, dx_TBD, stack_sums(dgates_4BD), dc0_BD, dmask_BD)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _dense(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _run(kernel: Any, launch: Launch, u_TBKD: Tensor, *arguments: Any) -> None:
+    steps, batch, num_projections, width = u_TBKD.shape
+    sizes = (steps, batch, width, num_projections, launch.block_d, launch.stages)
+    with on(u_TBKD):
+        kernel[(triton.cdiv(width, launch.block_d), batch)](*arguments, *sizes, num_warps=launch.num_warps)
 
 
 def sru(
-    u_TBKD: Tensor,
-    x_TBD: Tensor | None,
-    weight_c_GD: Tensor,
-    bias_GD: Tensor,
-    c0_BD: Tensor,
-    mask_BD: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
+    mask_BD: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference.sru`, which runs instead in float64."""
     tensors = (u_TBKD, x_TBD, weight_c_GD, bias_GD, c0_BD, mask_BD)
     if u_TBKD.dtype == torch.float64:

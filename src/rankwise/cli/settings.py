@@ -1,4 +1,4 @@
-"""Experiments as text: settings by dotted name, values from strings and from JSON. Every mistake is one line.
+"""Experiments as text: settings by dotted name, values from strings. Every mistake is one line.
 
 override(experiment, {"training.lr": "1e-3", "budget.removed": "0.9", "method": "np-l0"})
 """
@@ -9,16 +9,16 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_type_hints
 
-import torch
-
+from rankwise.cli.command import Options, UsageError, entries, members, no_such_option, parse_value
+from rankwise.cli.tables import wrapped
 from rankwise.core.budget import UNITS, Budget
-from rankwise.errors import InvalidValueError, RankwiseError, nearest
-from rankwise.lab.tasks.base import Experiment
+from rankwise.errors import RankwiseError, nearest
+from rankwise.lab.tasks.base import Experiment, check_seed
 from rankwise.methods import METHODS
 
 BOTH = "both"
@@ -49,15 +49,46 @@ def settings(experiment: Experiment) -> dict[str, Setting]:
     return {setting.name: setting for setting in _settings("", experiment) if setting.name not in _HIDDEN}
 
 
+def configured(experiment: Experiment, options: Options) -> Experiment:
+    """The experiment with the settings that were given on the command line."""
+    known = settings(experiment)
+    for name, text in options.given:
+        if "." not in name and name not in known and name != "method":
+            # a setting without its group is the likeliest mistake
+            full = [f"--{setting}" for setting in known if setting.rpartition(".")[2] == name]
+            if full:
+                raise UsageError(f"There is no option `--{name}` here. Did you mean {' or '.join(full)}?")
+            raise no_such_option(f"--{name}", [*options.known, *(f"--{setting}" for setting in known), "--method"])
+        if text is None:
+            like = known.get(name.replace(f"{BOTH}.", "training.", 1) if name.startswith(f"{BOTH}.") else name)
+            example = "VALUE" if like is None else as_text(like.value)
+            raise UsageError(f"`--{name}` needs a value, but has none. Example: --{name} {example}.")
+    changed = override(experiment, dict(options.given))
+    check_seed(changed.seed)
+    return changed
+
+
+def settings_help(experiment: Experiment) -> str:
+    """The settings of an experiment and their values, for the help of a command."""
+    title = f"settings of {experiment.name} and their values; --{BOTH}.NAME sets --base.NAME and --training.NAME:"
+    lines = [(f"--method {experiment.method.name}", "How it is pruned; see `rankwise plan --help`.")]
+    lines += [(f"--{each.name} {as_text(each.value)}", each.about) for each in settings(experiment).values()]
+    return "\n".join([wrapped(title), *entries(lines, 36)])
+
+
 def override(experiment: Experiment, texts: Mapping[str, str]) -> Experiment:
     """The experiment with some settings changed; `texts` maps dotted names to values as they are typed."""
-    texts = dict(_expand_both(texts, experiment))
-    if "method" in texts:
-        if STEPS in texts:
+    phases = ("training",) if experiment.base is None else ("base", "training")
+    changes: dict[str, str] = {}
+    for name, text in texts.items():
+        group, _, rest = name.partition(".")
+        changes |= {f"{phase}.{rest}": text for phase in phases} if group == BOTH and rest else {name: text}
+    if "method" in changes:
+        if STEPS in changes:
             # a method that gains a ramp takes its length from the number of steps
-            experiment = override(experiment, {STEPS: texts.pop(STEPS)})
-        experiment = _swap_method(experiment, texts.pop("method"), texts)
-    changed: Experiment = _rebuild(experiment, type(experiment), _tree(texts, experiment))
+            experiment = override(experiment, {STEPS: changes.pop(STEPS)})
+        experiment = _swap_method(experiment, changes.pop("method"), changes)
+    changed: Experiment = _rebuild(experiment, type(experiment), _values(changes, experiment))
     return changed
 
 
@@ -72,33 +103,6 @@ def as_text(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def parse_value(hint: Any, text: str, name: str) -> Any:
-    """The value of type `hint` that a text stands for; `name` is what errors call it."""
-    kinds = [kind for kind in _members(hint) if not dataclasses.is_dataclass(kind)]
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    kinds = [kind for kind in kinds if kind is not type(None)]
-    if not kinds:
-        raise RankwiseError(
-            f"`{name}` must be none, or be set one by one, but is {text!r} instead. Example: --{name} none."
-        )
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if words:
-        if text not in words:
-            known = ", ".join(map(str, words))
-            raise RankwiseError(f"`{name}` must be one of {known}, but is {text!r} instead.{nearest(text, words)}")
-        return text
-    if get_origin(kinds[0]) is tuple:
-        return tuple(parse_value(get_args(kinds[0])[0], part, name) for part in text.split(",") if part)
-    for kind in kinds:
-        try:
-            return _SCALARS[kind][1](text)
-        except ValueError:
-            continue
-    rule = " or ".join(_SCALARS[kind][0] for kind in kinds)
-    raise RankwiseError(f"`{name}` must be {rule}, but is {text!r} instead.")
-
-
 def _settings(prefix: str, config: Any) -> Iterator[Setting]:
     """The settings of a dataclass; `config` is one, or its type where the experiment has none."""
     kind = config if isinstance(config, type) else type(config)
@@ -106,8 +110,8 @@ def _settings(prefix: str, config: Any) -> Iterator[Setting]:
     for field in dataclasses.fields(kind):
         value = None if isinstance(config, type) else getattr(config, field.name)
         hint, name = hints[field.name], prefix + field.name
-        groups = [member for member in _members(hint) if dataclasses.is_dataclass(member)]
-        if not groups or type(None) in _members(hint):
+        groups = [member for member in members(hint) if dataclasses.is_dataclass(member)]
+        if not groups or NoneType in members(hint):
             yield Setting(name, hint, value, texts.get(field.name, ""))
         if groups:
             yield from _settings(f"{name}.", groups[0] if value is None else value)
@@ -126,33 +130,16 @@ def descriptions(kind: type) -> dict[str, str]:
     return texts
 
 
-def _expand_both(texts: Mapping[str, str], experiment: Experiment) -> Iterator[tuple[str, str]]:
-    for name, text in texts.items():
-        group, _, rest = name.partition(".")
-        if group != BOTH or not rest:
-            yield name, text
-            continue
-        if experiment.base is not None:
-            yield f"base.{rest}", text
-        yield f"training.{rest}", text
-
-
-def _tree(texts: Mapping[str, str], experiment: Experiment) -> dict[str, Any]:
-    """The parsed values as nested dictionaries, one for each group."""
+def _values(texts: Mapping[str, str], experiment: Experiment) -> dict[str, Any]:
+    """What the texts stand for."""
     known = settings(experiment)
-    tree: dict[str, Any] = {}
-    for name, text in texts.items():
+    for name in texts:
         if name not in known:
             raise _unknown(name, texts, experiment)
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                group = ".".join(parents)
-                raise RankwiseError(f"`{name}` cannot be set where `{group}` is none. Leave one of them out.")
-        node[last] = parse_value(known[name].hint, text, name)
-    return tree
+        group = name.rpartition(".")[0]
+        if group in texts:
+            raise RankwiseError(f"`{name}` cannot be set where `{group}` is none. Leave one of them out.")
+    return {name: parse_value(known[name].hint, text, name) for name, text in texts.items()}
 
 
 def _unknown(name: str, texts: Mapping[str, str], experiment: Experiment) -> RankwiseError:
@@ -178,16 +165,17 @@ def _swap_method(experiment: Experiment, name: str, texts: Mapping[str, str]) ->
     sizes = {setting: text for setting, text in texts.items() if setting.startswith("budget.")}
     if not sizes:
         raise RankwiseError(f"{name} needs a size, but {experiment.name} is dense. Example: --budget.removed 0.8.")
-    return experiment.with_method(name, _rebuild(None, Budget, _tree(sizes, experiment)["budget"]))
+    values = {setting.removeprefix("budget."): value for setting, value in _values(sizes, experiment).items()}
+    return experiment.with_method(name, _rebuild(None, Budget, values))
 
 
-def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any], prefix: str = "") -> Any:
-    """The config, or a new one of type `hint` where there is none, with the values of `tree` in their places."""
-    kind: Any = next(filter(dataclasses.is_dataclass, _members(hint))) if config is None else type(config)
-    hints, changes = get_type_hints(kind), dict(tree)
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            changes[key] = _rebuild(getattr(config, key, None), hints[key], value, f"{prefix}{key}.")
+def _rebuild(config: Any, hint: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """The config, or a new one of type `hint` where there is none, with the values by dotted name in their places."""
+    kind: Any = next(filter(dataclasses.is_dataclass, members(hint))) if config is None else type(config)
+    changes: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for group in dict.fromkeys(name.partition(".")[0] for name in values if "." in name):
+        inner = {name.removeprefix(f"{group}."): v for name, v in values.items() if name.startswith(f"{group}.")}
+        changes[group] = _rebuild(getattr(config, group, None), get_type_hints(kind)[group], inner, f"{prefix}{group}.")
     if kind is Budget and any(changes.get(goal) is not None for goal in UNITS):
         # a size that is asked for takes the place of another
         changes = dict.fromkeys(UNITS) | ({} if "removed" in changes else {"of": "model"}) | changes
@@ -198,32 +186,3 @@ def _rebuild(config: Any, hint: Any, tree: Mapping[str, Any], prefix: str = "") 
             group, name = prefix.rstrip("."), field.name
             raise RankwiseError(f"`{group}` is none, so it needs `{name}` too, but has none. Add --{prefix}{name}.")
     return kind(**changes)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _bool(text: str) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in known:
-        raise ValueError
-    return known[text.lower()]
-
-
-def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidValueError(f"{text!r} is not a dtype of torch")
-    return dtype
-
-
-_SCALARS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    bool: ("true or false", _bool),
-    int: ("a whole number", int),
-    float: ("a number", float),
-    str: ("a text", str),
-    torch.dtype: ("a dtype of torch", _dtype),
-}
-"""How errors name a type, and how it is read from text."""

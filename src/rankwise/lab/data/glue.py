@@ -1,26 +1,57 @@
-"""GLUE on this machine: downloaded where it is not there yet, and read from tab-separated files without quoting.
+"""GLUE: its nine tasks as one table, read from files on this machine or from the published archives.
 
-Checksums are of what is downloaded, because the archives have one home. A bad row is refused with its file and line.
+The files are tab-separated without quoting. Checksums are of what is downloaded, because the archives have one home.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import DataError
-from rankwise.files import cache_folder
+from rankwise.errors import DataError, nearest
+from rankwise.files import cache_folder, reason
 from rankwise.lab.data.download import REMEDY, Published, download, fetch
-from rankwise.lab.data.glue.tasks import Task, task_named
-from rankwise.lab.data.text import Progress, reason
+from rankwise.lab.data.rows import Dataset, Row, Rows, Task, numbered
+from rankwise.lab.data.vocabulary import Progress, unreadable
 
 HOME = "https://dl.fbaipublicfiles.com"
 REMEDY_GLUE = "If you have the files, name their folder: `data` of load_glue, --data on the command line."
+BINARY, ENTAILMENT = ("0", "1"), ("entailment", "not_entailment")
+PAIR = ("sentence1", "sentence2")
+
+
+def _task(title: str, train_rows: int, texts: tuple[str, ...] = ("sentence",), **other: Any) -> Task:
+    usual = {"label": "label", "labels": BINARY, "metrics": ("accuracy",)}
+    name = title.lower().replace("-", "")
+    return Task(name=name, title=title, train_rows=train_rows, texts=texts, **{**usual, **other})
+
+
+_TASKS = (
+    _task("CoLA", 8_551, metrics=("matthews",), columns=("source", "label", "mark", "sentence")),
+    _task("SST-2", 67_349),
+    _task("MRPC", 3_668, ("#1 String", "#2 String"), label="Quality", metrics=("f1", "accuracy")),
+    _task("STS-B", 5_749, PAIR, label="score", labels=(), metrics=("spearman", "pearson")),
+    _task("QQP", 363_846, ("question1", "question2"), label="is_duplicate", metrics=("f1", "accuracy")),
+    _task(
+        "MNLI", 392_702, PAIR, label="gold_label", labels=("entailment", "neutral", "contradiction"),
+        dev="dev_matched.tsv",
+    ),
+    _task("QNLI", 104_743, ("question", "sentence"), labels=ENTAILMENT),
+    _task("RTE", 2_490, PAIR, labels=ENTAILMENT),
+    _task("WNLI", 635, PAIR),
+)  # fmt: skip
+TASKS = {task.name: task for task in _TASKS}
+
+
+def task_named(name: str) -> Task:
+    """The task of that name, as "sst2" or as "SST-2"."""
+    plain = name.lower().replace("-", "")
+    if plain not in TASKS:
+        raise DataError(f"`task` must be one of {', '.join(TASKS)}, but is {name!r} instead.{nearest(plain, TASKS)}")
+    return TASKS[plain]
 
 
 def _archive(name: str, kilobytes: int, digest: str, dev: str = "dev.tsv") -> Published:
@@ -84,46 +115,6 @@ def _fetch_mrpc(folder: Path, progress: Progress | None) -> None:
         raise DataError(f"MRPC must be written to {folder}, but that failed: {reason(error)}.") from error
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
-    """Texts and labels of a file, in its order."""
-
-    texts: tuple[tuple[str, ...], ...]
-    """One or two for each row."""
-    labels: tuple[float, ...]
-    """The number of the class, or the score itself."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, places: Iterator[int] | range | list[int]) -> Rows:
-        """Some of the rows."""
-        chosen = list(places)
-        return Rows(texts=tuple(self.texts[i] for i in chosen), labels=tuple(self.labels[i] for i in chosen))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Dataset:
-    """A task with its rows."""
-
-    task: Task
-    title: str
-    """The title of the task, with the number of training rows where some are left out."""
-    train: Rows
-    dev: Rows
-    fingerprint: str
-    """The same for the same rows."""
-
-    def record(self) -> dict[str, Any]:
-        """What a run record keeps of it."""
-        return {
-            "name": self.title,
-            "task": self.task.name,
-            "rows": {"train": len(self.train), "dev": len(self.dev)},
-            "fingerprint": self.fingerprint,
-        }
-
-
 def load_glue(
     task: str,
     *,
@@ -146,38 +137,34 @@ def load_glue(
         folder = folder / known.title if (folder / known.title).is_dir() else folder
     train_file = _train_file(folder)
     train, dev = read_rows(train_file, known), read_rows(_present(folder / known.dev), known)
-    whole = train_file.name == "train.tsv"
-    return Dataset(
-        task=known,
-        title=known.title if whole else f"{known.title} ({len(train):,} training rows)",
-        train=train,
-        dev=dev,
-        fingerprint=_fingerprint(train, dev),
-    )
+    digest = hashlib.sha256()
+    for part in (train, dev):
+        for texts, label in zip(part.texts, part.labels, strict=True):
+            digest.update("\t".join((*texts, f"{label:g}\n")).encode())
+    title = known.title if train_file.name == "train.tsv" else f"{known.title} ({len(train):,} training rows)"
+    return Dataset(task=known, title=title, train=train, dev=dev, fingerprint=digest.hexdigest())
 
 
 def read_rows(path: Path, task: Task) -> Rows:
     """The rows of one file."""
-    texts, labels = [], []
     lines = _lines(path)
     header = task.columns or next((fields for _, fields in lines), ())
-    missing = [name for name in (*task.texts, task.label) if name not in header]
+    wanted = (*task.texts, task.label)
+    missing = [name for name in wanted if name not in header]
     if missing:
         raise DataError(
             f"{path}, line 1: the columns of {task.title} must include {missing[0]!r}, but are {', '.join(header)}."
         )
-    places, label_place = [header.index(name) for name in task.texts], header.index(task.label)
+    table: list[Row] = []
     for number, fields in lines:
         if len(fields) != len(header):
             raise DataError(
                 f"{path}, line {number}: a row must have {len(header)} fields with tabs between them, but has "
                 f"{len(fields)}. Mend or remove the line."
             )
-        texts.append(tuple(fields[place] for place in places))
-        labels.append(_label(task, fields[label_place], path, number))
-    if not labels:
-        raise DataError(f"{path} must hold at least one row, but has none.")
-    return Rows(texts=tuple(texts), labels=tuple(labels))
+        *texts, label = (fields[header.index(name)] for name in wanted)
+        table.append((number, tuple(texts), label))
+    return numbered(path, table, task.labels, task.limits)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -188,28 +175,9 @@ def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 yield number, tuple(text.split("\t"))
     except OSError as error:
-        raise DataError(f"{path} must be a readable file, but: {reason(error)}. Check its name and rights.") from error
+        raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: must be UTF-8, but is not: {error}.") from None
-
-
-def _label(task: Task, text: str, path: Path, number: int) -> float:
-    if not task.is_regression:
-        if text in task.labels:
-            return task.labels.index(text)
-        raise DataError(
-            f"{path}, line {number}: the label must be one of {', '.join(task.labels)}, but is {text!r} instead."
-        )
-    low, high = task.limits
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise DataError(
-            f"{path}, line {number}: the label must be a number of {low:g} to {high:g}, but is {text!r} instead."
-        )
-    return value
 
 
 def _train_file(folder: Path) -> Path:
@@ -228,11 +196,3 @@ def _present(path: Path) -> Path:
             f"`data` must hold {path.name}, but {path.parent} does not. Add it, or leave `data` out to download it."
         )
     return path
-
-
-def _fingerprint(*parts: Rows) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        for texts, label in zip(part.texts, part.labels, strict=True):
-            digest.update("\t".join((*texts, f"{label:g}\n")).encode())
-    return digest.hexdigest()

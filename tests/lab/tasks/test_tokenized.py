@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rankwise.lab.data.tokenized import MULTIPLE, TokenizedTexts
+from rankwise.lab.tasks.sentences import MULTIPLE, TokenizedTexts
 
 
 class Letters:

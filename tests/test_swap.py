@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.copies import copied
+from rankwise.swap import copied
 
 
 class Keeper(nn.Module):

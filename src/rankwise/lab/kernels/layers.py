@@ -1,7 +1,11 @@
-"""What `torch.compile` makes one pass over memory in training on a GPU: layer norms, and the loss of an output layer.
+"""Norms, losses and look-ups of the paper's models, as they train fast on a GPU; elsewhere they are torch's own.
 
-Elsewhere they are torch's own operations. In the training of the paper's models these are as fast as Triton kernels
-written by hand, or 2% slower (docs/log/speed-gpu.md).  Shapes: D = width, N = targets, V = words.
+`torch.compile` makes layer norms and the loss of an output layer one pass over memory: in the training of the paper's
+models as fast as Triton kernels written by hand, or 2% slower (docs/log/speed-gpu.md). The gradient of a look-up is
+summed up by PyTorch in a dozen kernels, which sort the words. For few words, such as characters, a product with their
+one-hot rows is faster, and its order of sums does not change.
+
+Shapes: D = width, N = targets, or words in a batch, V = words.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rankwise.kernels.device import can_fuse
-from rankwise.kernels.linear import half_dtype
+from rankwise.kernels.linear import MULTIPLE, half_dtype, padded, product
 from rankwise.modules import is_observed
+
+FEW = 1024
+"""Words of a table that count as few."""
 
 
 def norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -72,3 +80,33 @@ def _can_compile(x: Tensor, *modules: nn.Module) -> bool:
 @cache
 def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
+
+
+def look_up(module: nn.Module, index: Any) -> Tensor:
+    """`module(index)`."""
+    if type(module) is nn.Embedding and not is_observed(module):
+        plain = module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq
+        dtype = half_dtype(module.weight)
+        if plain and not module.sparse and can_fuse(module.weight) and dtype and module.num_embeddings <= FEW:
+            y: Tensor = _Embedding.apply(module.weight, index, dtype)  # type: ignore[no-untyped-call]
+            return y
+    y = module(index)
+    return y
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype, ctx.num_words = dtype, weight_VD.shape[0]
+        return F.embedding(index, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        index_N, dy_ND = index.flatten(), dy.flatten(0, -2)
+        width = -(-ctx.num_words // MULTIPLE) * MULTIPLE
+        one_hot_NV = dy.new_zeros(index_N.numel(), width, dtype=ctx.dtype).scatter_(1, index_N[:, None], 1)
+        rows = product(one_hot_NV.t(), padded(dy_ND, ctx.dtype))
+        return rows[: ctx.num_words, : dy_ND.shape[1]].to(dy.dtype), None, None
