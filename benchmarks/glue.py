@@ -29,7 +29,7 @@ import rankwise as rw
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.lab.data.glue import task_named
 from rankwise.lab.experiments import pipeline
-from rankwise.lab.experiments.pipeline import Variant
+from rankwise.lab.experiments.pipeline import Part, Variant
 from rankwise.lab.experiments.presets import glue
 from rankwise.lab.experiments.run_folder import BASE, MODEL
 from rankwise.lab.tasks.pretrained import PretrainedConfig
@@ -178,7 +178,7 @@ def run_cell(options: argparse.Namespace, model: Path, cell: Cell) -> list[dict[
     base = pipeline.train_base(context, experiment)
     rows = [base]
     if cell.row != "dense":
-        rows = pipeline.run_variant(context, Variant(cell.row, experiment), context.folder / BASE / MODEL)
+        rows = Part.of_variant(context, Variant(cell.row, experiment), context.folder / BASE / MODEL).make()
     title = context.data.record()["name"]
     wall = time.perf_counter() - began
     about = {"task": cell.task, "title": title, "seed": cell.seed, "row": cell.row, "wall_seconds": round(wall, 1)}

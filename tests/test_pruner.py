@@ -173,3 +173,27 @@ def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:
             model(batch(spec))
         model(batch(spec)).sum().backward()
     assert pruner.steps == 10
+
+
+def test_a_matrix_starts_with_at_most_max_rank_components() -> None:
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 6, bias=False))
+    pruner = rw.Pruner(copy.deepcopy(model), rw.Budget(removed=0.7), max_rank=8, anneal_steps=2)
+    assert [matrix.gate.num_components for matrix in pruner.controller.matrices] == [8, 6]
+    whole = torch.linalg.svd(model[0].weight.detach())
+    want = whole.U[:, :8] @ torch.diag(whole.S[:8]) @ whole.Vh[:8]
+    first = pruner.controller.matrices[0]
+    torch.testing.assert_close(first.p @ first.q, want, rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        pruner.model(torch.randn(4, 40)).sum().backward()
+        pruner.step()
+    assert rw.count(pruner.compact()) <= pruner.limit == pruner.size().budget
+
+
+@pytest.mark.parametrize(
+    "max_rank, method, message",
+    [(0, "flop-l0", "at least 1, but is 0"), (2.5, "fac", "but is 2.5"), (4, "np-l0", "'np-l0' does not")],
+)
+def test_a_max_rank_that_cannot_be_is_refused(max_rank: int, method: str, message: str) -> None:
+    settings = {} if method == "fac" else {"anneal_steps": 2}
+    with pytest.raises(ValueError, match=message):
+        rw.Pruner(nn.Linear(9, 9), rw.Budget(removed=0.5), method, max_rank=max_rank, **settings)

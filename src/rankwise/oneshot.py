@@ -358,7 +358,7 @@ def _shrink(
     curve = replace(curve, num_components=rank)
     matrix = FactorizedMatrix(p, q, Gate(rank), curve)
     kept = torch.arange(rank, device=p.device)
-    if matrix.pivots_lose_precision(kept, None, dtype, by_columns=site.has_embedding):
+    if matrix.loses_precision(kept, None, dtype, by_columns=site.has_embedding):
         # as many components, most first, as a pair of no more parameters has
         matrix.cost_curve = replace(curve, pivot=False)
         kept = kept[: matrix.cost_curve.largest_count(curve(rank))]

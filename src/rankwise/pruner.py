@@ -20,6 +20,7 @@ from rankwise.adapters.widths import find_widths, update_config
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
+from rankwise.core.dropping import drop_closed
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
 from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck
@@ -30,6 +31,7 @@ from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
+from rankwise.methods.representations import Factorized
 from rankwise.split import all_split, splitting
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class Pruner:
             does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
             Budget(latency_ms=...) models are timed on it, here and now, to find the size.
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
+        max_rank: the number of components with which a matrix starts, at most. Fewer take less memory and time, but
+            those of least energy are gone before training. Default: all.
         target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
         seed: the seed of the gates' noise and of random factors.
@@ -98,6 +102,7 @@ class Pruner:
         *,
         calibration: Iterable[Any] | None = None,
         rank_multiple: int | None = None,
+        max_rank: int | None = None,
         target: str | Target | None = None,
         example: Any = None,
         seed: int = 0,
@@ -106,7 +111,7 @@ class Pruner:
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed)
         self.target = find_target(target, model)
-        self.method = resolve_method(method, self.target, settings)
+        self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
@@ -121,17 +126,18 @@ class Pruner:
         check_weights(model, self.plan)
 
         account = size_account(model, self.plan, self.method, self.target, rank_multiple, trained=init != "random")
+        account = _limit_ranks(account, self.method, max_rank)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes and not self.method.prunes_widths:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
-        self.account = self.method.fix_ranks(account, self.limit)
+        account = self.method.fix_ranks(account, self.limit)
         self._stale_optimizer = StaleOptimizerCheck(model)
         self._batch = Batch(example)
         with splitting(model, [use.name for site in self.plan.sites for use in site.uses]):
             batches = None if calibration is None else self._batch.first_of(calibration)
             factorizer = make_factorizer(init, model, self.plan, batches, seed)
-        matrices = self._gate_model(factorizer)
-        self.controller: Controller = self.method.make_controller(matrices, self.account, self.limit, seed=seed)
+        matrices = self._gate_model(factorizer, account)
+        self.controller: Controller = self.method.make_controller(matrices, account, self.limit, seed=seed)
         self.controller.distributed = distributed
         self.controller.modules_of_model = model.modules
         for matrix in matrices:
@@ -140,17 +146,17 @@ class Pruner:
             # a submodule of the first gate, so that the model's state_dict holds the state of the controller
             matrices[0].gate.register_module("controller", self.controller)
             self.controller.to(next(matrices[0].parameters()).device)
-        self._structure = GatedStructure(model)
+        self._structure = GatedStructure(model, matrices)
         self._is_checked = False
         families.changed(model)
         verify_layers(model, self._batch)
         self._batch.note(model)
 
-    def _gate_model(self, factorizer: Factorizer) -> list[GatedMatrix]:
+    def _gate_model(self, factorizer: Factorizer, account: SizeAccount) -> list[GatedMatrix]:
         """Replace the planned layers by gated ones."""
         matrices = []
         # each dense weight is freed before the next one is factorized, so that a large model need not fit twice
-        for site, curve in zip(self.plan.sites, self.account.curves, strict=True):
+        for site, curve in zip(self.plan.sites, account.curves, strict=True):
             found = source(self.model, site)
             gate = self.method.make_gate(curve.num_components).to(found.tensors[0].device)
             matrices.append(self.method.make_matrix(site, found, gate, curve, factorizer))
@@ -183,6 +189,21 @@ class Pruner:
         compiled models and models with a single gated matrix may miss `zero_grad(set_to_none=False)`.
         """
         self.controller.clear_gradients()
+
+    def drop_closed(self, *optimizers: torch.optim.Optimizer) -> int:
+        """Drop the components that stay closed, so that the rest of the run takes less memory and time.
+
+        Call it once, between two steps after the ramp, with the optimizers that hold the weights: their state is
+        narrowed too. Weights stay the same parameter objects, and the exported model stays the same; larger exports are
+        no longer possible. Input features and single weights (np-l0, agp) are not dropped. Returns how many parameters
+        the gated model lost.
+        """
+        return drop_closed(self.controller, optimizers)
+
+    @property
+    def account(self) -> SizeAccount:
+        """The sizes of the model, with any number of components kept in each matrix."""
+        return self.controller.account
 
     @property
     def steps(self) -> int:
@@ -260,7 +281,7 @@ class Pruner:
         if self.controller.distributed.size == 1 and not is_wrapped:
             verify_layers(self.model, self._batch)
         # a layer that only training needs may still be removed; the sizes of shards are different
-        if count(self.model) > self._structure.size and not is_wrapped:
+        if self._structure.growth(self.model, matrices) > 0 and not is_wrapped:
             warnings.warn(self._structure.message(self.model, matrices, "compact()"), stacklevel=3)
 
     def _warn_if_early(self, limit: int) -> None:
@@ -278,11 +299,9 @@ class Pruner:
         while True:
             imprecise = set()
             for i, kept in enumerate(self.controller.kept_components(limit)):
-                matrix, by_columns = self.controller.matrices[i], self.plan.sites[i].has_embedding
-                z = self.controller.export_values(i)
-                if isinstance(matrix, FactorizedMatrix) and matrix.pivots_lose_precision(
-                    kept, z, dtype, by_columns=by_columns
-                ):
+                matrix, z = self.controller.matrices[i], self.controller.export_values(i)
+                columns = self.plan.sites[i].has_embedding
+                if isinstance(matrix, FactorizedMatrix) and matrix.loses_precision(kept, z, dtype, by_columns=columns):
                     imprecise.add(i)
             if not imprecise:
                 return
@@ -302,7 +321,7 @@ class Pruner:
             self._set_curves(before)
 
     def _set_curves(self, curves: Sequence[CostCurve]) -> None:
-        self.account = self.controller.account = replace(self.account, curves=tuple(curves))
+        self.controller.account = replace(self.account, curves=tuple(curves))
         for matrix, curve in zip(self.controller.matrices, curves, strict=True):
             matrix.cost_curve = curve
 
@@ -330,6 +349,20 @@ def size_account(
     share, which = left_out(model, plan)
     text = f"{share:.1%} of the parameters: {which}" if which else ""
     return SizeAccount(count(model), plan.params, curves, None if method.counts_nonzeros else storage, text)
+
+
+def _limit_ranks(account: SizeAccount, method: Method, max_rank: int | None) -> SizeAccount:
+    """The account of a model whose matrices start with `max_rank` components at most."""
+    if max_rank is None:
+        return account
+    if isinstance(max_rank, bool) or not isinstance(max_rank, int) or max_rank < 1:
+        raise InvalidValueError(f"`max_rank` must be a whole number of at least 1, but is {max_rank!r} instead.")
+    if not isinstance(method, Factorized):
+        raise InvalidValueError(
+            f"`max_rank` goes with methods that factorize matrices, but {method.name!r} does not. Leave it out."
+        )
+    curves = (replace(curve, num_components=min(curve.num_components, max_rank)) for curve in account.curves)
+    return replace(account, curves=tuple(curves))
 
 
 def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:

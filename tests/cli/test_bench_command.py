@@ -13,7 +13,7 @@ import torch
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.deploy.quantize import can_multiply_bfloat16
-from rankwise.lab.experiments.bench import find_models
+from rankwise.lab.experiments.saved_models import find_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions for int8")
 PRECISIONS = ["float32", "int8", *(["bfloat16"] if can_multiply_bfloat16() else [])]

@@ -156,7 +156,7 @@ def test_all_threads_are_counted_once() -> None:
 
 
 def test_an_engine_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = Engine("", ("cpu",), lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
+    lacking = Engine(("cpu",), lambda: "it needs nothing you have.", lambda model, inputs: lambda: None)
     monkeypatch.setitem(ENGINES, "lacking", lacking)
     with pytest.raises(rw.RankwiseError, match="The engine 'lacking' cannot run here: it needs nothing you have."):
         engine("lacking")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.deploy.load import load
 from rankwise.deploy.save import save
-from rankwise.modules import LowRankHead, LowRankLinear
+from rankwise.modules import LowRankHead
 from tests.deploy.saved_toys import METHODS, MODELS, Buffered, Tower, compact, features, mlp, tokens
 from tests.methods.rows import METHODS as ROWS
 from tests.models import Spec, batch
@@ -136,10 +136,7 @@ def test_a_pair_with_names_that_kept_its_rank_round_trips(tmp_path: Path) -> Non
     dense, x = Named(), features()
     small = compact(Named, x, "flop-l0", rw.Budget(params=rw.count(dense)))
     assert [(name, len(layer.weight)) for name, layer in small.pair.named_children()] == [("down", 4), ("up", 10)]
-    # in folders of earlier versions such a pair was one layer, with the names of a sequence
-    joined = Named()
-    joined.pair = LowRankLinear(joined.pair.down, joined.pair.up)
-    for model, name in ((small, "small"), (dense, "dense"), (joined, "joined")):
+    for model, name in ((small, "small"), (dense, "dense")):
         save(model, tmp_path / name)
         assert_same(load(tmp_path / name, Named()), model, x)
 
@@ -267,7 +264,7 @@ def test_overwrite_never_deletes_what_is_not_a_saved_model(tmp_path: Path, small
 def test_a_gated_model_is_refused(tmp_path: Path) -> None:
     model = mlp()
     rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=2)
-    with pytest.raises(rw.CheckpointError, match="must be compact, but 0 is gated. Save what `pruner.compact"):
+    with pytest.raises(rw.CheckpointError, match="must be compact, but 0 is gated. Use what `pruner.compact"):
         save(model, tmp_path / "model")
     save(mlp(), tmp_path / "dense")
     with pytest.raises(rw.CheckpointError, match="must be the dense form of the saved model, but 0 is gated"):

@@ -586,7 +586,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "small"
     with pytest.raises(TypeError, match="must be a model of transformers, but is a Linear.*`rankwise.save`"):
         save_pretrained(nn.Linear(2, 2), target)  # type: ignore[arg-type]
-    with pytest.raises(rw.CheckpointError, match="must be compact, but this one is gated"):
+    with pytest.raises(rw.CheckpointError, match="must be compact, but .* is gated"):
         save_pretrained(pruner.model, target)  # type: ignore[arg-type]
     with pytest.raises(rw.RankwiseError, match=f"of {rw.count(small):,} parameters, but describes one of"):
         save_pretrained(small, target, size=pruner.size())

@@ -81,14 +81,17 @@ class Lines(Watcher):
         self.status = Status(0, 0)
         self.said = 0.0
 
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=self.stream, flush=True)
+        self.said = time.monotonic()
+
     def phase(self, title: str) -> None:
         self.say(title)
-        self.said = time.monotonic()
 
     def read(self, what: str, done: int, total: int | None) -> None:
         if time.monotonic() - self.said >= PATIENCE_SECONDS:
             self.say(f"  {what}: {amount(done, total)}")
-            self.said = time.monotonic()
 
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)
@@ -99,10 +102,6 @@ class Lines(Watcher):
         self.status.update(line)
         self.say(f"  step {line['step']}/{self.status.num_steps}  {self.status.words(line)}")
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, file=self.stream, flush=True)
-
 
 class Bar(Watcher):
     """A bar for the phase that runs, with the last metrics below it. Each finished phase leaves a line."""
@@ -111,9 +110,9 @@ class Bar(Watcher):
         texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[amount]")]
         self.console = console
         self.status: Status | None = None
-        self.began = time.monotonic()
+        self.title = self.below = ""
         self.progress = Progress(texts[0], BarColumn(30), texts[1], console=console)
-        self._clear()
+        self.task = self.progress.add_task("", visible=False, amount="")
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> Bar:
@@ -130,23 +129,22 @@ class Bar(Watcher):
 
     def phase(self, title: str) -> None:
         self._finish_phase()
-        self.began = time.monotonic()
+        self.title, self.began = title, time.monotonic()
+        self._show("", 0, None)
         self.progress.update(self.task, description=title, visible=True)
 
     def read(self, what: str, done: int, total: int | None) -> None:
-        # `update` would keep the total of what was read before, where there is none now
-        self.progress.tasks[0].total = total
-        self.progress.update(self.task, completed=done, amount=amount(done, total), below=what)
+        self.below = what
+        self._show(amount(done, total), done, total)
 
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)
-        self.progress.update(self.task, total=num_steps)
         self.advance(step)
 
     def advance(self, step: int) -> None:
         if self.status is not None:
             self.status.step = step
-            self.progress.update(self.task, completed=step, amount=f"{step}/{self.status.num_steps}")
+            self._show(f"{step}/{self.status.num_steps}", step, self.status.num_steps)
 
     def report(self, line: Mapping[str, Any]) -> None:
         if self.status is not None:
@@ -155,25 +153,26 @@ class Bar(Watcher):
     def render(self) -> RenderableType:
         """The bar, and a line below it. Another thread draws it."""
         status = self.status
-        below = status.words(status.last) if status else "".join(t.fields["below"] for t in self.progress.tasks)
+        below = status.words(status.last) if status else self.below
         return Group(self.progress.get_renderable(), *([Text(f"  {below}")] if below else []))
 
-    def _clear(self) -> None:
-        for task in self.progress.task_ids:
-            self.progress.remove_task(task)
-        self.task = self.progress.add_task("", total=None, amount="", below="", visible=False)
-        self.status = None
+    def _show(self, text: str, done: int, total: int | None) -> None:
+        # `update` would keep a total from before, where there is none now
+        self.progress.tasks[0].total = total
+        self.progress.update(self.task, completed=done, amount=text)
 
     def _finish_phase(self) -> None:
-        status, words = self.status, [clock(time.monotonic() - self.began)]
-        if status is not None:
-            words = [f"step {status.step}/{status.num_steps}", *words, *_quality(status.last)]
-        titles = [task.description for task in self.progress.tasks if task.visible]
-        self._clear()
+        if not self.title:
+            return
+        words = [self.title, clock(time.monotonic() - self.began)]
+        if self.status is not None:
+            words.insert(1, f"step {self.status.step}/{self.status.num_steps}")
+            words += _quality(self.status.last)
+        self.status, self.title, self.below = None, "", ""
         # the bar goes first, or the line would stand above a stale one
+        self.progress.update(self.task, visible=False)
         self.live.refresh()
-        for title in titles:
-            self.say("  ".join([title, *words]))
+        self.say("  ".join(words))
 
 
 def amount(done: int, total: int | None) -> str:

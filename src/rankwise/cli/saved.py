@@ -122,7 +122,7 @@ def bench(options: Options) -> None:
     example: rankwise bench runs/demo --batch 1 --threads 1
     """
     from rankwise.deploy.bench import BenchConfig, bench, place, remarks
-    from rankwise.lab.experiments.bench import LENGTH, find_models, keep
+    from rankwise.lab.experiments.saved_models import LENGTH, find_models
 
     found = find_models(Path(options.subject))
     config = BenchConfig(
@@ -138,7 +138,7 @@ def bench(options: Options) -> None:
         print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
     rows = bench(found.models, config, found.tokens, tell=partial(print, "timing", file=sys.stderr))
     lines = remarks(rows)
-    kept = keep(found, rows, lines, options.device)
+    found.keep(rows, lines, options.device)
     if options.json:
         print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
         return
@@ -152,8 +152,8 @@ def bench(options: Options) -> None:
     for line in lines:
         say(line)
     say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
-    if kept is not None:
-        print(f"Kept in {kept}.")
+    if found.record is not None:
+        print(f"Kept in {found.record}.")
 
 
 @command(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,6 +95,8 @@ class Controller(FixedDtypeModule, ABC):
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
         self._step, self._version = 0, self.steps._version
         self._has_train_masks = self._has_eval_masks = False
+        self.is_narrowed = False
+        """Whether closed components were dropped."""
         self._index: Tensor | None = None
         """The components in the order of `FlatLayout.open_first`, always in the same memory."""
         self.distributed = DistributedGroup()
@@ -119,6 +122,11 @@ class Controller(FixedDtypeModule, ABC):
     def is_frozen(self) -> bool:
         """Whether masks no longer change."""
         return False
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether the components that are closed now stay closed."""
+        return self.is_frozen
 
     @abstractmethod
     def expected_size(self) -> float:
@@ -193,6 +201,11 @@ class Controller(FixedDtypeModule, ABC):
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return
+        if self.is_narrowed and not self.has_committed:
+            raise RankwiseError(
+                "A checkpoint whose closed components were dropped must continue after the ramp, but this pruner is at "
+                f"step {self._step:,} of {self.anneal_steps:,}. Make it with the arguments of the run that was saved."
+            )
         # a later backward pass could not use tensors that were made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             if evaluation:
@@ -218,8 +231,27 @@ class Controller(FixedDtypeModule, ABC):
             self.ensure_masks(evaluation=not mode)
         return self
 
+    def narrow(self, kept: Sequence[Tensor]) -> None:
+        """Take over the sizes of gates that were narrowed to the components `kept`."""
+        moments = self._buffers.get("moments")
+        if moments is not None and moments.shape[1]:
+            flat = torch.cat([index + start for index, start in zip(kept, self.layout.starts, strict=True)])
+            self._buffers["moments"] = moments.index_select(1, flat)
+        self.invalidate_masks()
+
+    def resize(self, sizes: Sequence[int]) -> None:
+        """Set the numbers of components of all gates."""
+        self.layout, self._index = FlatLayout(sizes), None
+        curves = zip(self.account.curves, sizes, strict=True)
+        resized = tuple(replace(curve, num_components=size) for curve, size in curves)
+        self.account = replace(self.account, curves=resized)
+        self.is_narrowed = True
+
     def invalidate_masks(self) -> None:
         """Forget every mask, because the state that it was made from was loaded, moved or changed."""
+        sizes = [gate.num_components for gate in self.gates]
+        if sizes != self.layout.sizes:
+            self.resize(sizes)
         self._has_train_masks = self._has_eval_masks = False
         self._version = self.steps._version
         if not self.steps.is_meta:
@@ -284,8 +316,12 @@ class Controller(FixedDtypeModule, ABC):
             gate.active = None if rank is None else self._index[start : start + rank]
             gate.is_binary = is_binary and number == (size if rank is None else rank)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # the checkpoint of a model whose closed components were dropped
+        moments, saved = self._buffers.get("moments"), state_dict.get(f"{prefix}moments")
+        if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] < moments.shape[1]:
+            self._buffers["moments"] = moments.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.invalidate_masks()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -107,7 +107,8 @@ def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None, dam
         gram = _output_gram(weight, rows_O, moments.inputs_II, damping)[0]
     else:
         gram = _input_gram(weight, rows_O, moments.inputs_II, damping)[0]
-    return torch.linalg.eigvalsh(gram).flip(0)[:rank].clamp(min=0)
+    energy: Tensor = torch.linalg.eigvalsh(gram)
+    return energy.flip(0)[:rank].clamp(min=0)
 
 
 def _factors(
@@ -190,13 +191,15 @@ def _damped_rows(rows_O: Tensor | None, damping: float) -> Tensor | None:
 
 def _square_root(c_II: Tensor) -> Tensor:
     """L, which is lower triangular, with L L^T = C."""
+    root: Tensor
     root, failed = torch.linalg.cholesky_ex(c_II)
     if not failed:
         return root
     # rounding has made C indefinite
     values, vectors = torch.linalg.eigh(c_II)
     whole = vectors * values.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
-    return torch.linalg.qr(whole.t()).R.t()
+    root = torch.linalg.qr(whole.t()).R.t()
+    return root
 
 
 def _times_damped(weight_OI: Tensor, inputs_II: Tensor, damping: float) -> Tensor:

@@ -140,6 +140,16 @@ class Gate(FixedDtypeModule):
         """The number of components to multiply; None for all."""
         return None if self.active is None else len(self.active)
 
+    def narrow(self, kept: Tensor) -> None:
+        """Drop all other components; masks are made again when they are next used."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.shape == (self.num_components,):
+                self._buffers[name] = buffer.index_select(0, kept)
+        if self.z is not None:
+            self.z = self.z.detach().index_select(0, kept).requires_grad_(self.z.requires_grad)
+        self.num_components = len(kept)
+        self.active, self.is_binary, self.eval_mask = None, False, None
+
     def forward(self) -> Mask:
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
         compiled = torch.compiler.is_compiling()

@@ -258,6 +258,10 @@ class LagrangianController(Controller):
         num_open: list[int] = bound.num_open.tolist()
         return num_open
 
+    def resize(self, sizes: Sequence[int]) -> None:
+        super().resize(sizes)
+        self.size_of = ExpectedSize(self.account.curves, self.layout)
+
     def invalidate_masks(self) -> None:
         self._bound = None
         super().invalidate_masks()

@@ -21,12 +21,12 @@ from torch.utils.weak import TensorWeakRef
 
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer, gated_layers
+from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
-    from rankwise.core.matrices import GatedMatrix
 
 
 class StaleOptimizerCheck:
@@ -110,8 +110,9 @@ def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> boo
 class GatedStructure:
     """What a gated model is made of: its size is counted for this structure and for no other."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.size = count(model)
+    def __init__(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> None:
+        self.outside = count(model) - _size(matrices)
+        """Parameters outside of gated matrices, which lose some when closed components are dropped."""
         self.modules = _modules(model)
 
     def check_gates(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> None:
@@ -122,8 +123,12 @@ class GatedStructure:
     def check(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> None:
         """Refuse a model of another size too."""
         self.check_gates(model, matrices, what)
-        if count(model) != self.size:
+        if self.growth(model, matrices):
             raise RankwiseError(self.message(model, matrices, what))
+
+    def growth(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> int:
+        """The number of parameters that the model has gained since."""
+        return count(model) - _size(matrices) - self.outside
 
     def message(self, model: nn.Module, matrices: Sequence[GatedMatrix], what: str) -> str:
         """What became of the model since, with the names of modules."""
@@ -133,7 +138,8 @@ class GatedStructure:
             if isinstance(module, GatedLayer) and name in before and module.matrix not in matrices:
                 replaced.add(name)
         changes = {"added": now.keys() - before.keys(), "removed": before.keys() - now.keys(), "replaced": replaced}
-        told = [f"{count(model):,} parameters instead of {self.size:,}"] if count(model) != self.size else []
+        growth, size = self.growth(model, matrices), count(model)
+        told = [f"{size:,} parameters instead of {size - growth:,}"] if growth else []
         for word, names in changes.items():
             # a part of a module that was changed as a whole goes without saying
             found = [name for name in (before | now) if name in names and not (names | replaced) & _around(name)]
@@ -144,11 +150,16 @@ class GatedStructure:
         )
 
 
+def _size(matrices: Sequence[GatedMatrix]) -> int:
+    return sum(parameter.numel() for matrix in matrices for parameter in matrix.parameters())
+
+
 def _modules(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """The kind and the number of own parameters of each module, by its name."""
+    """The kind and the number of own parameters of each module but gated matrices, by its name."""
     return {
         name: (type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
         for name, module in model.named_modules()
+        if not isinstance(module, GatedMatrix)
     }
 
 

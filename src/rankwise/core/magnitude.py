@@ -65,6 +65,10 @@ class MagnitudeController(Controller):
     def gates(self) -> list[MagnitudeGate]:  # type: ignore[override]
         return [matrix.gate for matrix in self.matrices]  # type: ignore[misc]
 
+    @property
+    def has_committed(self) -> bool:
+        return self.step >= self.anneal_steps
+
     def expected_size(self) -> float:
         return self.account.size([int(gate.kept.sum()) for gate in self.gates])
 
@@ -114,5 +118,7 @@ class MagnitudeController(Controller):
         gate, magnitudes = self.gates[i], self.matrices[i].magnitudes()
         if gate.learned:
             magnitudes = magnitudes * gate.diagonal.abs()
+        if not len(magnitudes):
+            return magnitudes
         magnitudes = torch.nan_to_num(magnitudes, nan=0.0, posinf=torch.finfo(magnitudes.dtype).max / 4)
         return torch.where(gate.kept, magnitudes, magnitudes - magnitudes.max() - 1)

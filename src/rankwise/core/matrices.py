@@ -9,6 +9,8 @@ Shapes: O = outputs (or words), I = inputs (or embedding width), R = components,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,10 @@ class GatedMatrix(nn.Module, ABC):
     def magnitudes(self) -> Tensor:
         """The Frobenius norm of each component, R values."""
 
+    def narrow(self, kept: Tensor) -> dict[nn.Parameter, int]:
+        """Drop all other components in place: what was narrowed, and along which dimension. Nothing if it cannot be."""
+        return {}
+
     @abstractmethod
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         """The matrix with only the components `kept`, each multiplied by its `z` (None: one)."""
@@ -106,6 +112,20 @@ class FactorizedMatrix(GatedMatrix):
         norms: Tensor = torch.linalg.vector_norm(p, dim=0) * torch.linalg.vector_norm(q, dim=1)
         return norms
 
+    def narrow(self, kept: Tensor) -> dict[nn.Parameter, int]:
+        _narrow_parameter(self.p, 1, kept)
+        _narrow_parameter(self.q, 0, kept)
+        self.gate.narrow(kept)
+        self.cost_curve = replace(self.cost_curve, num_components=len(kept))
+        return {self.p: 1, self.q: 0}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # the checkpoint of a model whose closed components were dropped
+        saved = state_dict.get(f"{prefix}q")
+        if self.gate.z is not None and isinstance(saved, Tensor) and len(saved) < self.gate.num_components:
+            self.narrow(torch.arange(len(saved), device=self.q.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         p, q = self._kept(kept, z)
         precise = torch.promote_types(p.dtype, torch.float32)
@@ -115,9 +135,7 @@ class FactorizedMatrix(GatedMatrix):
             return PivotExport(p.to(precise), q.to(precise), self.p)
         return LowRankExport(_like(p, self.p), _like(q, self.q))
 
-    def pivots_lose_precision(
-        self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool
-    ) -> bool:
+    def loses_precision(self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool) -> bool:
         """Whether an export of `kept` in half precision would be much less accurate in the pivot layout than a pair."""
         dtype = dtype or self.p.dtype
         if not self.cost_curve.pivot or dtype.itemsize > 2 or self.cost_curve(len(kept)) == self.cost_curve.cap:
@@ -221,6 +239,17 @@ def masked_curve(shape: tuple[int, int]) -> CostCurve:
 
 def _scale(x: Tensor, z: Tensor | None) -> Tensor:
     return x if z is None else x * z.to(x.dtype)
+
+
+def _narrow_parameter(parameter: nn.Parameter, dim: int, kept: Tensor) -> None:
+    """Keep these rows or columns of a parameter, and of its gradient, which stays the same object."""
+    grad, data = parameter.grad, parameter.detach().index_select(dim, kept)
+    parameter.grad = None
+    # a loss of the last step may still hold the graph that expects gradients of the old shape; torch makes a new place
+    # for gradients when the dtype changes
+    parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
+    parameter.data = data
+    parameter.grad = None if grad is None else grad.index_select(dim, kept)
 
 
 def _like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:

@@ -40,7 +40,6 @@ Call: TypeAlias = Callable[[], object]
 class Engine:
     """One way to run a model."""
 
-    about: str
     devices: tuple[str, ...]
     """Where it runs."""
     missing: Callable[[], str | None]
@@ -118,7 +117,7 @@ def _compiler_missing() -> str | None:
     return f"torch.compile needs a C++ compiler ({' or '.join(names)}). Install one, or name it in CXX."
 
 
-def _exported(about: str, format: Format) -> Engine:
+def _exported(format: Format) -> Engine:
     def missing() -> str | None:
         absent = [name for name in format.packages if find_spec(name) is None]
         return f"it needs {' and '.join(absent)}. {install_extra('export')}" if absent else None
@@ -130,15 +129,15 @@ def _exported(about: str, format: Format) -> Engine:
             run = format.load(Path(folder) / format.name)
         return lambda: run(**given)
 
-    return Engine(about, ("cpu",), missing, prepare)
+    return Engine(("cpu",), missing, prepare)
 
 
 ENGINES: dict[str, Engine] = {
-    "torch": Engine("PyTorch as it is", ("cpu", "cuda"), lambda: None, _plain),
-    "compile": Engine("torch.compile", ("cpu", "cuda"), _compiler_missing, _compiled),
-    "graph": Engine("PyTorch as a CUDA graph", ("cuda",), lambda: None, _graph),
-    "onnx": _exported("ONNX Runtime", onnx),
-    "openvino": _exported("OpenVINO", openvino),
+    "torch": Engine(("cpu", "cuda"), lambda: None, _plain),
+    "compile": Engine(("cpu", "cuda"), _compiler_missing, _compiled),
+    "graph": Engine(("cuda",), lambda: None, _graph),
+    "onnx": _exported(onnx),
+    "openvino": _exported(openvino),
 }
 
 
@@ -162,12 +161,11 @@ class BenchConfig:
             raise RankwiseError(f'`device` must be "cpu" or "cuda", but is {self.device!r} instead.')
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RankwiseError('`device` must be "cpu" where torch finds no GPU, but is "cuda" instead.')
-        for name, values in (("length", (self.length,)), ("batch", self.batches), ("threads", self.counts)):
-            for value in values:
-                if value < 1:
-                    raise RankwiseError(f"`{name}` must be at least 1, but is {value} instead.")
-        if self.repeats < 2:
-            raise RankwiseError(f"`repeats` must be at least 2, but is {self.repeats} instead.")
+        numbers = {"length": (self.length,), "batch": self.batches, "threads": self.counts, "repeats": (self.repeats,)}
+        for name, values in numbers.items():
+            least = 2 if name == "repeats" else 1
+            if min(values) < least:
+                raise RankwiseError(f"`{name}` must be at least {least}, but is {min(values)} instead.")
         for name in self.engines:
             engine(name, self.device)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class _Folder:
                 skeleton = self.dense_model()
         # attention and recurrent modules whose layers were pruned
         with splitting(skeleton, self.layers):
-            instead = replacements(self.layers, skeleton, {*self.tensors, *self.tied})
+            instead = replacements(self.layers, skeleton)
             places = self._places(skeleton, instead)
             values = self._read_tensors(places) if with_weights else self._empty_tensors()
         placed = self._placed(places, values)
@@ -218,11 +218,8 @@ class _Folder:
                 yield slot._replace(holds=slot.holds.to(dtype))
 
 
-def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collection[str] = ()) -> dict[int, nn.Module]:
-    """New modules for the layers that pruning changed, by the identity of those in the skeleton.
-
-    `names` are those of the saved tensors.
-    """
+def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.Module]:
+    """New modules for the layers that pruning changed, by the identity of those in the skeleton."""
     modules = dict(walk(skeleton))
     misfits = [f"{name or 'the model'} is gated" for name, module in modules.items() if isinstance(module, GatedLayer)]
     forms: dict[int, tuple[str, Layer]] = {}
@@ -249,7 +246,7 @@ def replacements(layers: dict[str, Layer], skeleton: nn.Module, names: Collectio
     # heads come last: the embeddings they are tied to must be there
     for name, layer in sorted(layers.items(), key=lambda item: isinstance(item[1], Head)):
         module = modules[name]
-        if id(module) not in instead and (layer_of(module) != layer or _is_renamed(name, module, names)):
+        if id(module) not in instead and layer_of(module) != layer:
             try:
                 instead[id(module)] = _scaled(layer.build(next(module.parameters()), find), module)
             # a damaged structure may ask for anything
@@ -270,12 +267,6 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
         words = embedding(weight, words.padding_idx, table)
         return joined(words, made[1]) if isinstance(made, nn.Sequential) else words  # type: ignore[arg-type]
     return made
-
-
-def _is_renamed(name: str, pair: nn.Module, names: Collection[str]) -> bool:
-    """Whether a pair of the skeleton's shape was rebuilt: its layers, whatever they were called, are 0 and 1 then."""
-    first = f"{name}.0.weight".lstrip(".")
-    return isinstance(pair, nn.Sequential) and "0" not in pair._modules and first in names
 
 
 def _refuse(misfits: list[str]) -> None:

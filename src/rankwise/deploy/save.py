@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
-from rankwise.core.layers import GatedLayer
 from rankwise.deploy.architectures import describe
 from rankwise.deploy.quantize import check_unrounded
-from rankwise.deploy.structure import VERSION, layers_of, slots, ties_of, to_json, walk
+from rankwise.deploy.structure import VERSION, layers_of, refuse_gated, slots, ties_of, to_json, walk
 from rankwise.errors import CheckpointError, InvalidTypeError, RankwiseError
 from rankwise.files import reason, sealed, sync, write_json, write_tensors
 from rankwise.version import VERSION as OWN_VERSION
@@ -108,12 +107,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def _check(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    refuse_gated(model, "A saved model")
     for name, module in walk(model):
-        if isinstance(module, GatedLayer):
-            raise CheckpointError(
-                f"A saved model must be compact, but {name or 'the model'} is gated. "
-                "Save what `pruner.compact()` returns."
-            )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
                 f"A saved model must be made of tensors, but {name or 'the model'} ({type(module).__name__}) has "

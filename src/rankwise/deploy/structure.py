@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.layers import GatedLayer
 from rankwise.deploy.fuse import check_not_fused
 from rankwise.errors import CheckpointError
 from rankwise.files import FILES, check_seal, reason, verifies
@@ -210,6 +211,15 @@ def slots(
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and (key in module._non_persistent_buffers_set) == computed:
                 yield Slot(f"{prefix}.{key}".lstrip("."), module, key, tensor)
+
+
+def refuse_gated(model: nn.Module, what: str) -> None:
+    """Refuse a model that is being pruned; `what` must be compact."""
+    for name, module in walk(model):
+        if isinstance(module, GatedLayer):
+            raise CheckpointError(
+                f"{what} must be compact, but {name or 'the model'} is gated. Use what `pruner.compact()` returns."
+            )
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

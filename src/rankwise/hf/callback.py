@@ -20,8 +20,9 @@ class PruningCallback(TrainerCallback):
     """Moves the gates of `pruner` after each step of the Trainer's optimizer, and logs the size.
 
     Make the pruner first, then `Trainer(model=pruner.model, callbacks=[PruningCallback(pruner)])`. Accumulated
-    gradients make one step; the scale of fp16 losses is taken out. While the target size is still on its way down,
-    no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a larger model.
+    gradients make one step; the scale of fp16 losses is taken out. After the ramp, closed components are dropped with
+    their optimizer state (`Pruner.drop_closed`), unless the model is in DDP. While the target size is still on its way
+    down, no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a larger model.
     """
 
     def __init__(self, pruner: Pruner) -> None:
@@ -52,8 +53,11 @@ class PruningCallback(TrainerCallback):
         self._scale = 1.0 if scaler is None else float(scaler.get_scale())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the gates."""
+        """Move the gates; once they stay, drop what they closed."""
         self.pruner.step(grad_scale=self._scale)
+        controller, optimizer = self.pruner.controller, kwargs.get("optimizer")
+        if controller.has_committed and not controller.is_narrowed and not controller.distributed.is_wrapped:
+            self.pruner.drop_closed(*([] if optimizer is None else [optimizer]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the expected size, the target of this step and the budget, in parameters, to what is logged."""

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,8 +22,8 @@ from transformers.utils.hub import cached_file
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
-from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of
-from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError
+from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of, refuse_gated
+from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
 from rankwise.hf.format import entry_of, is_gated
 from rankwise.version import VERSION
@@ -89,7 +89,7 @@ def save_pretrained(
         model.save_pretrained(unfinished, max_shard_size=max_shard_size, **unchecked)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        text = card(model, target.name, size=size, quality=quality, speed=speed, base_model=base_model)
+        text = _card(model, target.name, size, quality, speed, base_model)
         (unfinished / CARD).write_text(text, encoding="utf-8")
         return [] if files_from is None else _copy_sentence_files(files_from, unfinished)
 
@@ -100,10 +100,7 @@ def _check(model: PreTrainedModel, size: SizeReport | None, figures: Mapping[str
             f"`model` must be a model of transformers, but is a {type(model).__name__} instead. "
             "Use `rankwise.save` for others."
         )
-    if is_gated(model):
-        raise CheckpointError(
-            "A saved model must be compact, but this one is gated. Save what `pruner.compact()` returns."
-        )
+    refuse_gated(model, "A saved model")
     if size is not None and not size.nonzeros and size.exported != count(model):
         raise RankwiseError(
             f"`size` must be the report of this model of {count(model):,} parameters, but describes one of "
@@ -228,7 +225,37 @@ def _copy(source: str, name: str, target: Path) -> None:
         shutil.copyfile(found, target / name)
 
 
-CARD_TEXT = """\
+def _card(
+    model: PreTrainedModel,
+    name: str,
+    size: SizeReport | None,
+    quality: Mapping[str, BeforeAfter] | None,
+    speed: Mapping[str, BeforeAfter] | None,
+    base_model: str | None,
+) -> str:
+    """The text of README.md."""
+    kind, achieved, layers = type(model).__name__, count(model), layers_of(model).values()
+    ranks = [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
+    low_rank = f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank"
+    if ranks:
+        low_rank += f", of rank {min(ranks)} to {max(ranks)}; `config.json` lists them"
+    # as its class builds it: stock transformers loads it
+    tag, first, how = "", "", "; whatever loads this kind of model loads it"
+    if entry_of(model) is not None:
+        tag, how = ", low-rank", ", which writes\nweight matrices as products of two smaller ones"
+        first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
+    # a JSON string is a YAML string too, and one of Python
+    base = f"\nbase_model: {json.dumps(base_model)}" if base_model else ""
+    sizes = "The size of the dense model was not given."
+    if size is not None:
+        rows = {"dense": size.dense, "requested, at most": size.budget}
+        if size.nonzeros:
+            rows |= {"this model, non-zero": size.exported, "this model, zeros included": achieved}
+        else:
+            rows["this model"] = achieved
+        cells = {row: (f"{number:,}", f"{1 - number / size.dense:.2%}") for row, number in rows.items()}
+        sizes = _table(("", "parameters", "removed"), cells)
+    return f"""\
 ---
 library_name: transformers
 tags: [rankwise, pruning{tag}]{base}
@@ -236,87 +263,35 @@ tags: [rankwise, pruning{tag}]{base}
 
 # {name}
 
-{kind} with {parameters:,} parameters{made_of} by rankwise {version}{how}.
+{kind} with {achieved:,} parameters{f", made of {base_model}" if base_model else ""} by rankwise {VERSION}{how}.
 
 ```python
 {first}from transformers import {kind}
 
-model = {kind}.from_pretrained({quoted})
+model = {kind}.from_pretrained({json.dumps(name)})
 ```
 
 ## Size
 
-{size}
+{sizes}
 
-{layers}
+{low_rank}. Tied weights are counted once.
 
 ## Quality
 
-{quality}
+{_figures("metric", quality, "g")}
 
 ## Speed
 
-{speed}
+{_figures("milliseconds per call", speed, ".2f")}
 """
 
 
-def card(
-    model: PreTrainedModel,
-    name: str,
-    *,
-    size: SizeReport | None,
-    quality: Mapping[str, BeforeAfter] | None,
-    speed: Mapping[str, BeforeAfter] | None,
-    base_model: str | None,
-) -> str:
-    """The text of README.md."""
-    if entry_of(model) is None:
-        # as its class builds it: stock transformers loads it
-        own = {"tag": "", "how": "; whatever loads this kind of model loads it", "first": ""}
-    else:
-        first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
-        how = ", which writes weight matrices as products of two smaller ones"
-        own = {"tag": ", low-rank", "how": how, "first": first}
-    return CARD_TEXT.format(
-        **own,
-        name=name,
-        # a JSON string is a YAML string too, and one of Python
-        quoted=json.dumps(name),
-        base=f"\nbase_model: {json.dumps(base_model)}" if base_model else "",
-        made_of=f", made of {base_model}" if base_model else "",
-        kind=type(model).__name__,
-        parameters=count(model),
-        version=VERSION,
-        size=_size(count(model), size),
-        layers=_layers(model),
-        quality=_table(quality, "metric", "g"),
-        speed=_table(speed, "milliseconds per call", ".2f"),
-    )
+def _figures(what: str, pairs: Mapping[str, BeforeAfter] | None, form: str) -> str:
+    cells = {name: [format(number, form) for number in pair] for name, pair in (pairs or {}).items()}
+    return _table((what, "dense", "this model"), cells) if cells else "Not measured."
 
 
-def _size(achieved: int, size: SizeReport | None) -> str:
-    if size is None:
-        return f"{achieved:,} parameters, tied weights counted once. The size of the dense model was not given."
-    rows = [("dense", size.dense), ("requested, at most", size.budget), ("this model", achieved)]
-    if size.nonzeros:
-        rows[2:] = [("this model, non-zero", size.exported), ("this model, zeros included", achieved)]
-    lines = [f"| {name} | {number:,} | {1 - number / size.dense:.2%} |" for name, number in rows]
-    return "\n".join(["| | parameters | removed |", "|---|---|---|", *lines])
-
-
-def _layers(model: PreTrainedModel) -> str:
-    layers = layers_of(model).values()
-    ranks = [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
-    if not ranks:
-        return f"None of the {len(layers)} linear layers and embeddings is low-rank."
-    return (
-        f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank, of rank {min(ranks)} to "
-        f"{max(ranks)}; `config.json` lists them."
-    )
-
-
-def _table(figures: Mapping[str, BeforeAfter] | None, what: str, form: str) -> str:
-    if not figures:
-        return "Not measured."
-    rows = [f"| {name} | {before:{form}} | {after:{form}} |" for name, (before, after) in figures.items()]
-    return "\n".join([f"| {what} | dense | this model |", "|---|---|---|", *rows])
+def _table(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -64,13 +64,12 @@ def table(record: Mapping[str, Any]) -> Table:
     measures = _measures(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
-    dense = [next((row for row in run["rows"] if row["name"] == CONTROL), None) for run in runs]
     shares = list(SHARES) if any(map(_asks_of_prunable, runs)) else ["removed"]
     # models that were pruned one by one are not timed together
     timed = all("milliseconds" in row for group in found.values() for row in group)
     rows = []
     for name, group in found.items():
-        lost = _lost(runs, dense, name, measures[0])
+        lost = _lost(runs, name, measures[0])
         rows.append(
             (
                 name,
@@ -107,16 +106,14 @@ def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return medians, spread([row["speedup"] for row in group], ".2f", "x")
 
 
-def _lost(
-    runs: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any] | None], name: str, measure: str
-) -> list[float]:
+def _lost(runs: Sequence[Mapping[str, Any]], name: str, measure: str) -> list[float]:
     """By how much the test measure of a method exceeds that of the dense control of the same seed."""
     losses = []
-    for run, control in zip(runs, dense, strict=True):
-        for row in run["rows"]:
-            # a model that has learned nothing may score 0
-            if row["name"] == name and control and row is not control and control["test"][measure] > 0:
-                losses.append(row["test"][measure] / control["test"][measure] - 1)
+    for run in runs:
+        control = next((row["test"][measure] for row in run["rows"] if row["name"] == CONTROL), 0)
+        # a model that has learned nothing may score 0
+        if name != CONTROL and control > 0:
+            losses += [row["test"][measure] / control - 1 for row in run["rows"] if row["name"] == name]
     return losses
 
 
@@ -133,7 +130,8 @@ def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
 def gather(paths: Sequence[Path]) -> dict[str, Any]:
     """The records that these paths hold, by title. Models that were pruned one by one share a record."""
     found: dict[str, Any] = {}
-    models = [path for path in paths if _is_model(path)]
+    # folders of models of one method and their rows: what `rankwise prune` wrote, or parts of a run
+    models = [path for path in paths if (path / EXPORT).is_file() and "rows" in _read(path / EXPORT)]
     for path in paths:
         if path not in models:
             found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
@@ -144,57 +142,35 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _record_of_models(folders: Sequence[Path]) -> dict[str, Any]:
     """A record whose rows are models that were pruned one by one, the dense ones first."""
-    found = {folder: json.loads((folder / EXPORT).read_bytes()) for folder in folders}
-    texts = {folder: export["of"].get("corpus") for folder, export in found.items()}
-    for folder, text in texts.items():
-        if text != texts[folders[0]]:
+    found = {folder: _read(folder / EXPORT) for folder in folders}
+    for folder, export in found.items():
+        if export["of"].get("corpus") != found[folders[0]]["of"].get("corpus"):
             raise CheckpointError(
                 f"Models in one table must have read the same text, but {folders[0]} and {folder} have not. "
                 "Report them apart."
             )
-    pairs = [(folder, row) for folder, export in found.items() for row in _rows(export)]
+    pairs = [(folder, row) for folder, export in found.items() for row in export["rows"]]
     names = [row["name"] for _, row in pairs]
     # two models of one name are not two seeds of one model
     rows = [{**row, "name": str(folder)} if names.count(row["name"]) > 1 else row for folder, row in pairs]
     return {"format": MODELS, "name": "models", "rows": sorted(rows, key=lambda row: row["method"] != "dense")}
 
 
-def _is_model(path: Path) -> bool:
-    """Whether a folder holds models of one method and their rows: what `rankwise prune` wrote, or a part of a run."""
-    export = path / EXPORT
-    return export.is_file() and bool(_rows(_read(export)))
-
-
-def _rows(export: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a part; earlier versions wrote one."""
-    rows: list[dict[str, Any]] = export.get("rows") or ([export["row"]] if "row" in export else [])
-    return rows
-
-
 def _records_at(path: Path) -> dict[Path, Any]:
     """The record of a run's folder, of a file, or of every file in a folder that holds one."""
     if not path.exists() or any((path / name).exists() for name in (RECORD, EXPERIMENT)):
-        return {path: _record_of(path)}
+        if not (path / RECORD).is_file():
+            raise CheckpointError(f"A finished run must hold {RECORD}, but {path} does not. {REMEDY}")
+        record = _read(path / RECORD)
+        if record.get("format") not in FORMATS:
+            form = record.get("format")
+            raise CheckpointError(f"{path / RECORD} must be the record of a whole run, but is a {form!r}. {REMEDY}")
+        return {path: record}
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    found = {file: content for file in files if _has_table(content := _read(file))}
+    found = {file: content for file in files if (content := _read(file)).get("format") in FORMATS}
     if not found:
         raise CheckpointError(f"A report must be of runs or of pruned models, but {path} holds none of them. {REMEDY}")
     return found
-
-
-def _record_of(folder: Path) -> dict[str, Any]:
-    """The record of a finished run or sweep."""
-    path = folder / RECORD
-    if not path.is_file():
-        raise CheckpointError(f"A finished run must hold {RECORD}, but {folder} does not. {REMEDY}")
-    record = _read(path)
-    if not _has_table(record):
-        raise CheckpointError(f"{path} must be the record of a whole run, but is a {record.get('format')!r}. {REMEDY}")
-    return record
-
-
-def _has_table(content: Mapping[str, Any]) -> bool:
-    return content.get("format") in FORMATS
 
 
 def _read(path: Path) -> dict[str, Any]:

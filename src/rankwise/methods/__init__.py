@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rankwise.core.targets import Target
 from rankwise.errors import InvalidTypeError, RankwiseError, nearest
 from rankwise.methods.base import Method
 from rankwise.methods.paper import Agp, Dense, Fac, FlopAgp, FlopL0, NpL0
@@ -35,13 +34,12 @@ def make_method(name: str, **settings: object) -> Method:
     return METHODS[name](**settings)
 
 
-def resolve_method(method: str | Method, target: Target, settings: dict[str, Any]) -> Method:
-    """The method with its settings; a method given by name has the target's layout unless `layout` is set."""
+def resolve_method(method: str | Method, layout: str, settings: dict[str, Any]) -> Method:
+    """The method with its settings; one that is given by name has this layout unless `layout` is set."""
     if isinstance(method, Method):
         if settings:
             raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
         return method
-    made = make_method(method, **settings)
-    if isinstance(made, Factorized) and "layout" not in settings and made.layout != target.layout:
-        made = make_method(method, **settings, layout=target.layout)
-    return made
+    if issubclass(METHODS.get(method, Method), Factorized):
+        settings = {"layout": layout, **settings}
+    return make_method(method, **settings)

@@ -14,9 +14,9 @@ import torch
 import rankwise as rw
 from rankwise.cli.settings import override, settings
 from rankwise.core.budget import Budget
-from rankwise.lab.experiments.bench import find_models
 from rankwise.lab.experiments.pipeline import prune, run, train
 from rankwise.lab.experiments.run_folder import find_run, read_experiment
+from rankwise.lab.experiments.saved_models import find_models
 from rankwise.lab.report import table
 from rankwise.lab.tasks.base import Experiment, from_json
 from tests.lab.experiments.experiment_toys import Phases

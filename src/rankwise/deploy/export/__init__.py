@@ -66,8 +66,7 @@ class Onnx(Format):
         return write
 
     def _quantize(self, folder: Path) -> None:
-        quantization = imported("onnxruntime.quantization", package="onnxruntime")
-        onnx = imported("onnx")
+        onnx, quantization = imported("onnx"), imported("onnxruntime.quantization")
         dense = folder / f"dense-{self.file}"
         graph = onnx.load(folder / self.file)
         # shapes that the exporter notes of matrices which it transposes later stop the quantizer, which infers its own
@@ -171,17 +170,16 @@ class Pt2(Format):
         names = {NAMES: json.dumps(captured.outputs)}
         return lambda folder: torch.export.save(captured.program, folder / self.file, extra_files=names)
 
-    def load(self, path: str | os.PathLike[str], *, compile: bool = False) -> Runner:
-        """An exported folder in PyTorch; with `compile`, by `torch.compile`."""
+    def load(self, path: str | os.PathLike[str]) -> Runner:
+        """An exported folder in PyTorch."""
         file, extra = self.found(path), {NAMES: ""}
         with quiet(), one_line_errors(f"{file} must run in this torch, but it says"):
             module: Any = torch.export.load(file, extra_files=extra).module()
         outputs = json.loads(extra[NAMES])
-        call = torch.compile(module) if compile else module
 
         def run(**given: Any) -> dict[str, Tensor]:
             with torch.inference_mode():
-                return dict(zip(outputs, call(flatten(given)), strict=True))
+                return dict(zip(outputs, module(flatten(given)), strict=True))
 
         return run
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rankwise.core.layers import GatedLayer
+from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import CheckpointError, InvalidTypeError, first_line
 from rankwise.measure import evaluating
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear
@@ -233,12 +233,7 @@ def exportable(model: nn.Module) -> nn.Module:
 
 
 def _check_exportable(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, GatedLayer):
-            raise CheckpointError(
-                f"An exported model must be compact, but {name or 'the model'} is gated. "
-                "Export what `pruner.compact()` returns."
-            )
+    refuse_gated(model, "An exported model")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
             raise CheckpointError(

@@ -136,8 +136,11 @@ class Source:
         """Tells whether a prepared corpus is still up to date, without reading the text: paths, sizes and times."""
         files: list[Any] = []
         for text in self.texts:
-            state = text.path.stat() if text.path else None
-            files.append((str(text.path.resolve()), (state.st_size, state.st_mtime_ns)) if state else text.label)
+            if text.path is None:
+                files.append(text.label)
+            else:
+                state = text.path.stat()
+                files.append((str(text.path.resolve()), (state.st_size, state.st_mtime_ns)))
         return _hash([VERSION, self.name, self.kind, self.min_count, self.rules, files])[:16]
 
 

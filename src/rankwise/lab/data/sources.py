@@ -77,8 +77,8 @@ def load_corpus(
     A published corpus is taken from the folder `data` if one is given, and downloaded otherwise. Prepared corpora and
     downloads are kept in `cache`, by default the user's cache folder. `unit` and `min_count` say how the text of a
     file or folder is split: "character" (the default, except for `.tokens` files) or "word", of which those that the
-    training text has fewer than `min_count` times become `<unk>`; 0 also keeps those that only the other texts have. In
-    a distributed run one process goes first.
+    training text has fewer than `min_count` times become `<unk>`; 0 also keeps those that only the other texts have.
+    Of several processes that want the same corpus one prepares it, and the others wait.
     """
     store = Path(cache) if cache is not None else cache_folder()
     if str(corpus) in NAMES:
@@ -106,12 +106,11 @@ def load_prepared(fingerprint: str, *, cache: str | os.PathLike[str] | None = No
 
 def _named(name: str, data: Path | None, store: Path, progress: Progress | None) -> Source:
     if name == "pydoc":
-        provenance = {
-            "source": "pydoc topics and docstrings of the standard library",
-            "python": platform.python_version(),
-            "implementation": platform.python_implementation(),
-        }
-        return Source(name=name, kind="character", texts=(pydoc_text(),), rules=PYDOC_RULES, provenance=provenance)
+        what = "pydoc topics and docstrings"
+        python, version = platform.python_implementation(), platform.python_version()
+        text = Text(label=f"{what} of {python} {version}", blocks=_pydoc_blocks)
+        provenance = {"source": f"{what} of the standard library", "python": version, "implementation": python}
+        return Source(name=name, kind="character", texts=(text,), rules=PYDOC_RULES, provenance=provenance)
     archive = name.removesuffix("-words")
     published = PUBLISHED[archive]
     folder = _folder_of(archive, data, store, progress)
@@ -189,12 +188,6 @@ def _find_splits(folders: list[Path], remedy: str) -> list[Path]:
 
 def _first_file(paths: Iterable[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
-
-
-def pydoc_text() -> Text:
-    """The text of this Python; its label says which one."""
-    version = f"{platform.python_implementation()} {platform.python_version()}"
-    return Text(label=f"pydoc topics and docstrings of {version}", blocks=_pydoc_blocks)
 
 
 def _pydoc_blocks() -> Iterator[bytes]:

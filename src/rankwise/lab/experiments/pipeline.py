@@ -7,62 +7,51 @@ among checkpoints; the test data are read once per exported model. Nothing here 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rankwise.core.budget import Budget
+from rankwise.core.budget import Budget, count
+from rankwise.core.plan import Plan
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.lab.experiments.latency import FILE as LATENCY
-from rankwise.lab.experiments.latency import find_latency, with_size
 from rankwise.lab.experiments.run_folder import (
     BASE,
-    CHECKPOINTS,
     EXPERIMENT,
-    EXPORT,
     FORMAT,
     MODEL,
     RECORD,
     SWEEP,
     VERSION,
-    check_part,
     claim,
     has_models,
     is_of,
     write_experiment,
 )
-from rankwise.lab.experiments.variants import (
-    DENSE,
-    HEALING,
-    AnyTask,
-    Context,
-    Part,
-    Trained,
-    Variant,
-    size_row,
-    units,
-)
+from rankwise.lab.experiments.variants import DENSE, AnyTask, Context, Part, Row, Variant
 from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
 from rankwise.lab.training import Watcher
 from rankwise.lab.training.loop import check_trackers
 from rankwise.lab.training.records import FORMAT as TRAINED
-from rankwise.lab.training.records import surroundings, write_file
+from rankwise.lab.training.records import read_json, surroundings, write_file
+from rankwise.latency import SLOWER, meet_latency
 from rankwise.measure import time_together
 
 CONTROL = "control"
 """The row of the control, where the base is called dense."""
 REPEATS = 30
 """How often every model is timed."""
+LATENCY = "latency.json"
+"""Keeps the size that was found for a time, so that a run that is resumed later has the same one."""
+LATENCY_KEYS = ("asked", "measured", "dense", "params", "left_dense", "of")
+"""Milliseconds for one answer on this machine: asked for, measured at `params` parameters and uniform ranks, and of the
+dense model; the layers that a low-rank pair would make slower; and what was timed."""
 
 Place = str | os.PathLike[str]
-Row = dict[str, Any]
-"""The row of a model in the table of a run."""
 Read = Callable[[Callable[[str, int, int | None], None]], Data]
 """Reads data, and tells how far it is."""
 
@@ -102,7 +91,8 @@ def run_variants(
     ):
         return finished
     latency = _latency(context, task, path)
-    variants = _from_base(experiment, [_sized(variant, latency) for variant in variants])
+    sized = [replace(each, experiment=with_size(each.experiment, latency)) for each in variants]
+    variants = _from_base(experiment, sized)
     for variant in variants:
         variant.experiment.make_task(context.data).check()
     _check_parts(context, experiment, variants)
@@ -112,7 +102,7 @@ def run_variants(
         base = train_base(context, experiment)
         rows = [base] if all(variant.name != DENSE for variant in variants) else []
     for variant in variants:
-        rows += run_variant(context, variant, _base_of(path, variant))
+        rows += Part.of_variant(context, variant, _base_of(path, variant)).make()
     rows.sort(key=lambda row: row["name"] != DENSE)
     context.watcher.phase("timing")
     _add_timings(rows, path, task)
@@ -225,17 +215,17 @@ def prune(
     latency = _latency(context, task, path)
     part = Part.of_variant(context, Variant(path.name, with_size(experiment, latency)), model, model)
     part.task.check()
-    check_part(path, part.of)
+    part.check()
     control = None
     if experiment.distills and experiment.reference == "control":
         control = Part.of_variant(replace(context, folder=path), Variant(DENSE, experiment.control()), model)
-        check_part(control.folder, control.of)
+        control.check()
         part = replace(part, teacher=control.folder / MODEL)
     if latency is not None:
         write_file(path / LATENCY, latency)
     if control is not None:
-        _make(control)
-    return _make(part)[-1]
+        control.make()
+    return part.make()[-1]
 
 
 def begin(
@@ -255,53 +245,8 @@ def begin(
 
 def train_base(context: Context, experiment: Experiment) -> Row:
     """Train the dense model, unless that is done already; its row of the table."""
-    (row,) = _make(Part.of_base(context, experiment))
+    (row,) = Part.of_base(context, experiment).make()
     return row
-
-
-def run_variant(context: Context, variant: Variant, base: Path | None) -> list[Row]:
-    """Make all models of a variant, unless that is done already; a row for each size.
-
-    `base` is the folder of the dense model; None: the variant starts from fresh weights.
-    """
-    return _make(Part.of_variant(context, variant, base))
-
-
-def _make(part: Part) -> list[Row]:
-    """Train, export and evaluate the models of a part, unless that is done already; their rows of the table."""
-    done, folder = check_part(part.folder, part.of), part.context.folder
-    if done is not None and has_models(folder, done["rows"], EXPERIMENT, *part.task.beside):
-        finished: list[Row] = done["rows"]
-        return finished
-    rows = [_export(part, made) for made in part.models()]
-    write_file(part.folder / EXPORT, {"of": part.of, "rows": rows})
-    if not part.config.keeps_checkpoints:
-        for row in rows:
-            for phase in ("", HEALING):
-                shutil.rmtree(folder / row["folder"] / phase / CHECKPOINTS, ignore_errors=True)
-    return rows
-
-
-def _export(part: Part, made: Trained) -> Row:
-    """Save and evaluate a model in the folder of its name; its row of the table."""
-    part.context.watcher.phase(f"evaluating {made.name}")
-    folder, task, model = part.context.folder / made.name, part.task, made.model.eval()
-    task.save(model, folder / MODEL, made.size)
-    write_experiment(folder, made.experiment, task.fingerprint)
-    is_reference = made.name == BASE and made.size is None and made.experiment.reference == "base"
-    return {
-        "name": DENSE if is_reference else made.name,
-        "method": made.experiment.method.name,
-        **made.experiment.row(),
-        **size_row(model, made.size),
-        "valid": task.evaluate(model, "valid"),
-        "test": task.evaluate(model, "test"),
-        "steps": made.steps,
-        **{unit: made.record[unit] for unit in units(made.record)},
-        "seconds": made.record["seconds"],
-        "folder": made.name,
-        **made.more,
-    }
 
 
 def _from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Variant]:
@@ -323,10 +268,6 @@ def _base_of(folder: Path, variant: Variant) -> Path | None:
     return None if variant.experiment.base is None else folder / BASE / MODEL
 
 
-def _sized(variant: Variant, latency: dict[str, Any] | None) -> Variant:
-    return replace(variant, experiment=with_size(variant.experiment, latency))
-
-
 def _latency(context: Context, task: AnyTask, folder: Path) -> dict[str, Any] | None:
     """The size for a time, where the budget is one: an untrained model is as fast as a trained one."""
     budget = task.experiment.budget
@@ -337,11 +278,36 @@ def _latency(context: Context, task: AnyTask, folder: Path) -> dict[str, Any] | 
     return find_latency(task.experiment, model, task.plan(model), task.example(), folder)
 
 
+def find_latency(
+    experiment: Experiment, model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], folder: Path
+) -> dict[str, Any]:
+    """The size for the experiment's time, as `folder` has it from before or newly measured on the dense `model`."""
+    budget = experiment.budget
+    assert budget is not None
+    shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
+    of = {"parameters": count(model), "inputs": shapes, "exclude": list(experiment.exclude)}
+    before = read_json(folder / LATENCY, *LATENCY_KEYS)
+    if before is not None and (before["asked"], before["of"]) == (budget.latency_ms, of):
+        return before
+    found = meet_latency(model, budget, inputs, plan=plan)
+    left_dense = [left.name for left in found.plan.left_out if left.reason == SLOWER]
+    times = (budget.latency_ms, found.milliseconds, found.dense_milliseconds)
+    return dict(zip(LATENCY_KEYS, (*times, found.budget.params, left_dense, of), strict=True))
+
+
+def with_size(experiment: Experiment, latency: Mapping[str, Any] | None) -> Experiment:
+    """The experiment with the size that was found in place of the time; as it is, if it asks for none."""
+    if latency is None or experiment.budget is None or experiment.budget.latency_ms is None:
+        return experiment
+    exclude = (*experiment.exclude, *latency["left_dense"])
+    return replace(experiment, budget=Budget(params=latency["params"]), exclude=exclude)
+
+
 def _check_parts(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> None:
     """Refuse a folder whose base or variants were made otherwise, before any of them is trained."""
     parts = [] if experiment.base is None else [Part.of_base(context, experiment)]
     for part in [*parts, *(Part.of_variant(context, each, _base_of(context.folder, each)) for each in variants)]:
-        check_part(part.folder, part.of)
+        part.check()
 
 
 def _announce(experiment: Experiment, folder: Path, latency: dict[str, Any] | None) -> None:

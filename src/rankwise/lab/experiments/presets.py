@@ -29,7 +29,6 @@ from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment, SentenceExper
 from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment, lighter_dropout
 from rankwise.lab.training import TrainingConfig, TuningConfig
 from rankwise.methods import METHODS, make_method
-from rankwise.methods.base import Method
 
 PRUNERS = ("fac", "agp", "np-l0", "flop-agp", "flop-l0")
 EPOCH = {"enwik8": 90_000_000 // (64 * 256) + 1, "wikitext-103": 103_227_021 // (64 * 256) + 1}
@@ -79,27 +78,15 @@ def enwik8_sru(
 
     `plain` is the width of a model without factorization, as NP-L0 has it: 1536 is of equal size, 2048 larger.
     """
-    width = plain or 3056
     model = SRUConfig(
-        num_words=205,
-        embedding_width=205,
-        width=width,
-        num_layers=6,
-        rank=512 if plain is None else None,
-        layer_norm=short,
-        dropout=0.05 if short else 0.1,
-    )
+        num_words=205, embedding_width=205, width=plain or 3056, num_layers=6, rank=None if plain else 512,
+        layer_norm=short, dropout=0.05 if short else 0.1,
+    )  # fmt: skip
+    phases = _sru_phases(model.width, warmup=16_000, epoch=EPOCH["enwik8"], epochs=(30, 100), decay=1e-7)
     return _row(
-        _name("enwik8-sru" if plain is None else f"enwik8-sru-plain-{plain}", method, removed, short),
-        CorpusConfig(name="enwik8"),
-        model,
-        _sru_phases(width, warmup=16_000, epoch=EPOCH["enwik8"], epochs=(30, 100), decay=1e-7),
-        method,
-        removed,
-        gates=(2, 3, 11 / 12),
-        exclude=("embedding", "output"),
-        short=(2_500, 7_500) if short else None,
-    )
+        "enwik8-sru" + (f"-plain-{plain}" if plain else ""), "enwik8", model, phases, method, removed,
+        gates=(2, 3, 11 / 12), exclude=("embedding", "output"), short=(2_500, 7_500) if short else None,
+    )  # fmt: skip
 
 
 def enwik8_sru_10min() -> StreamExperiment:
@@ -129,62 +116,35 @@ def wikitext_103_sru(
 
     `plain` is the width of a model without factorization, as NP-L0 has it: 1184 is of equal size.
     """
-    width = plain or 2048
-    rank = 512 if plain is None else None
+    width, rank = plain or 2048, None if plain else 512
+    words = (10_000, 20_000, 40_000, 60_000, 100_000)
+    clusters = Clusters(cutoffs=words, widths=(1024, 1024, 256, 256, 64, 64), scale=math.sqrt(width))
     model = SRUConfig(
-        num_words=267_735,
-        embedding_width=width,
-        width=width,
-        num_layers=12,
-        rank=rank,
-        first_rank=rank,
-        layer_norm=short,
-        clusters=Clusters(
-            cutoffs=(10_000, 20_000, 40_000, 60_000, 100_000),
-            widths=(1024, 1024, 256, 256, 64, 64),
-            scale=math.sqrt(width),
-        ),
-    )
+        num_words=267_735, embedding_width=width, width=width, num_layers=12, rank=rank, first_rank=rank,
+        layer_norm=short, clusters=clusters,
+    )  # fmt: skip
+    phases = _sru_phases(width, warmup=4_000, epoch=EPOCH["wikitext-103"], epochs=(50, 100), decay=0.0)
     return _row(
-        _name("wikitext-103-sru" if plain is None else f"wikitext-103-sru-plain-{plain}", method, removed, short),
-        CorpusConfig(name="wikitext-103"),
-        model,
-        _sru_phases(width, warmup=4_000, epoch=EPOCH["wikitext-103"], epochs=(50, 100), decay=0.0),
-        method,
-        removed,
-        gates=(2, 5, 11 / 12),
-        exclude=(),
-        short=(1_750, 5_250) if short else None,
-    )
+        "wikitext-103-sru" + (f"-plain-{plain}" if plain else ""), "wikitext-103", model, phases, method, removed,
+        gates=(2, 5, 11 / 12), exclude=(), short=(1_750, 5_250) if short else None,
+    )  # fmt: skip
 
 
 def enwik8_transformer_xl(
     method: str = "flop-l0", removed: float | None = 0.8, *, short: bool = False
 ) -> StreamExperiment:
     """The 12-layer Transformer-XL on enwik8: table "Transformer-XL"."""
-    shared: dict[str, Any] = {
-        "window": 512,
-        "schedule": "cosine",
-        "clip": 0.25,
-        "eval_every": 4_000,
-        "checkpoint_every": 4_000,
-    }
     batch, pruning_batch = (24, 24) if short else (48, 32)
-    phases = (
-        TrainingConfig(steps=200_000, batch_size=batch, lr=3e-4, **shared),
-        TrainingConfig(steps=300_000, batch_size=pruning_batch, lr=2.5e-4, **shared),
-    )
+    base = TrainingConfig(
+        steps=200_000, batch_size=batch, window=512, lr=3e-4, schedule="cosine", clip=0.25,
+        eval_every=4_000, checkpoint_every=4_000,
+    )  # fmt: skip
+    phases = base, replace(base, steps=300_000, batch_size=pruning_batch, lr=2.5e-4)
+    model = TransformerXLConfig(num_words=204, dropout=0.05 if short else 0.1)
     return _row(
-        _name("enwik8-transformer-xl", method, removed, short),
-        CorpusConfig(name="enwik8"),
-        TransformerXLConfig(num_words=204, dropout=0.05 if short else 0.1),
-        phases,
-        method,
-        removed,
-        gates=(None, 1, 0.9952),
-        exclude=("embedding", "output"),
-        short=(1_750, 5_250) if short else None,
-    )
+        "enwik8-transformer-xl", "enwik8", model, phases, method, removed,
+        gates=(None, 1, 0.9952), exclude=("embedding", "output"), short=(1_750, 5_250) if short else None,
+    )  # fmt: skip
 
 
 def _pretrained(hub: str, *, small: bool) -> dict[str, Any]:
@@ -240,8 +200,8 @@ def preset(name: str) -> Experiment:
 
 
 def _row(
-    name: str,
-    corpus: CorpusConfig,
+    family: str,
+    corpus: str,
     model: ModelConfig,
     phases: tuple[TrainingConfig, TrainingConfig],
     method: str,
@@ -257,19 +217,24 @@ def _row(
         gates: l_0 of alpha (None: the weights' learning rate), l_0 of lambda, and P(z > 0) at first.
         short: steps of the short twin, dense and pruning; None for the row as published.
     """
+    level = "" if removed is None else f"-{round(100 * removed)}"
+    shared: dict[str, Any] = {
+        "name": f"{family}-{method}{level}{'-short' if short else ''}",
+        "corpus": CorpusConfig(name=corpus),
+        "model": model,
+        "budget": None if removed is None else Budget(removed=removed, of="prunable"),
+        "dropout": None if short is None or removed is None else lighter_dropout(model.dropout, removed),
+        "exclude": exclude,
+    }
     base, training = phases
     if short is not None:
         # a rate that falls twice costs what it gained the first time (docs/log/training.md)
         base = replace(_shortened(base, short[0]), schedule="constant")
         training = _shortened(training, short[1])
-    dropout = None if short is None or removed is None else lighter_dropout(model.dropout, removed)
     if method == "fac":
         # from scratch, for as many steps as the other rows have in all
-        return StreamExperiment(
-            name=name, corpus=corpus, model=model, base=None, method=make_method("fac"), budget=_budget(removed),
-            training=replace(training, steps=base.steps + training.steps), dropout=dropout, init="random",
-            exclude=exclude,
-        )  # fmt: skip
+        whole = replace(training, steps=base.steps + training.steps)
+        return StreamExperiment(base=None, method=make_method("fac"), training=whole, init="random", **shared)
     settings: dict[str, Any] = {"anneal_steps": training.steps // 16 if short else RAMP}
     if short is None:
         alpha, multiplier, open_probability = gates
@@ -281,21 +246,10 @@ def _row(
             "multiplier_lr": multiplier * peak,
             "open_probability": open_probability,
         }
+    known = {field.name for field in fields(METHODS[method])}
+    made = make_method(method, **{key: value for key, value in settings.items() if key in known})
     compare = ("dense",) if short and method != "dense" else ()
-    return StreamExperiment(
-        name=name, corpus=corpus, model=model, base=base, method=_method(method, settings), budget=_budget(removed),
-        training=training, dropout=dropout, exclude=exclude, compare=compare,
-    )  # fmt: skip
-
-
-def _method(name: str, settings: dict[str, Any]) -> Method:
-    """The method of that name, with those of `settings` that it has."""
-    known = {field.name for field in fields(METHODS[name])}
-    return make_method(name, **{key: value for key, value in settings.items() if key in known})
-
-
-def _budget(removed: float | None) -> Budget | None:
-    return None if removed is None else Budget(removed=removed, of="prunable")
+    return StreamExperiment(base=base, method=made, training=training, compare=compare, **shared)
 
 
 def _sru_phases(
@@ -303,63 +257,37 @@ def _sru_phases(
 ) -> tuple[TrainingConfig, TrainingConfig]:
     """l_0 = 2: the learning rate peaks at 2 / sqrt(width x warm-up)."""
     phase = TrainingConfig(
-        steps=epochs[0] * epoch,
-        batch_size=64,
-        window=256,
-        lr=2 / math.sqrt(width * warmup),
-        warmup_steps=warmup,
-        weight_decay=decay,
-        clip=0.3,
-        reset_every=epoch,
-        eval_every=epoch,
-        checkpoint_every=epoch,
-    )
+        steps=epochs[0] * epoch, batch_size=64, window=256, lr=2 / math.sqrt(width * warmup), warmup_steps=warmup,
+        weight_decay=decay, clip=0.3, reset_every=epoch, eval_every=epoch, checkpoint_every=epoch,
+    )  # fmt: skip
     return phase, replace(phase, steps=epochs[1] * epoch)
 
 
 def _shortened(phase: TrainingConfig, steps: int) -> TrainingConfig:
     return replace(
-        phase,
-        steps=steps,
-        lr=1e-3 if phase.schedule == "inverse-sqrt" else 5e-4,
-        schedule="cosine",
-        warmup_steps=200,
-        clip=0.5,
-        reset_every=None,
-        precision="bf16",
-        eval_every=1_000,
-        checkpoint_every=2_000,
-    )
-
-
-def _name(family: str, method: str, removed: float | None, short: bool) -> str:
-    level = "" if removed is None else f"-{round(100 * removed)}"
-    return f"{family}-{method}{level}{'-short' if short else ''}"
+        phase, steps=steps, lr=1e-3 if phase.schedule == "inverse-sqrt" else 5e-4, schedule="cosine", warmup_steps=200,
+        clip=0.5, reset_every=None, precision="bf16", eval_every=1_000, checkpoint_every=2_000,
+    )  # fmt: skip
 
 
 def _rows() -> Iterator[tuple[str, Callable[..., StreamExperiment]]]:
     """(table, maker) of every row; the maker takes `short`."""
-    table = "enwik8"
-    yield table, partial(enwik8_sru, "dense", None)
+    yield "enwik8", partial(enwik8_sru, "dense", None)
     for removed, method in itertools.product((0.7, 0.8, 0.9), PRUNERS):
-        yield table, partial(enwik8_sru, method, removed, plain=1536 if method == "np-l0" else None)
-    table = "factorization analysis"
-    yield table, partial(enwik8_sru, "flop-l0", 0.85)
-    yield table, partial(enwik8_sru, "np-l0", 0.85, plain=1536)
+        yield "enwik8", partial(enwik8_sru, method, removed, plain=1536 if method == "np-l0" else None)
+    analysis = "factorization analysis"
+    yield analysis, partial(enwik8_sru, "flop-l0", 0.85)
+    yield analysis, partial(enwik8_sru, "np-l0", 0.85, plain=1536)
     for width in (1536, 2048):
-        yield table, partial(enwik8_sru, "dense", None, plain=width)
+        yield analysis, partial(enwik8_sru, "dense", None, plain=width)
     for removed in (0.7, 0.8, 0.85, 0.9):
-        yield table, partial(enwik8_sru, "np-l0", removed, plain=2048)
-    table = "WikiText-103"
-    yield table, partial(wikitext_103_sru, "dense", None)
+        yield analysis, partial(enwik8_sru, "np-l0", removed, plain=2048)
+    yield "WikiText-103", partial(wikitext_103_sru, "dense", None)
     for removed, method in itertools.product((0.5, 0.7, 0.8), PRUNERS):
-        yield table, partial(wikitext_103_sru, method, removed, plain=1184 if method == "np-l0" else None)
-    table = "Transformer-XL"
-    yield table, partial(enwik8_transformer_xl, "dense", None)
-    for method in ("fac", "agp", "flop-agp", "flop-l0"):
-        yield table, partial(enwik8_transformer_xl, method, 0.8)
-    for method in ("flop-agp", "flop-l0"):
-        yield table, partial(enwik8_transformer_xl, method, 0.9)
+        yield "WikiText-103", partial(wikitext_103_sru, method, removed, plain=1184 if method == "np-l0" else None)
+    yield "Transformer-XL", partial(enwik8_transformer_xl, "dense", None)
+    for method, removed in [*((m, 0.8) for m in PRUNERS if m != "np-l0"), ("flop-agp", 0.9), ("flop-l0", 0.9)]:
+        yield "Transformer-XL", partial(enwik8_transformer_xl, method, removed)
 
 
 def _presets() -> Iterator[Preset]:

@@ -53,7 +53,6 @@ class Exported:
     """A language model of ours that a run exported, in evaluation mode."""
 
     folder: Path
-    experiment: Experiment
     model: nn.Module
     vocabulary: Vocabulary
 
@@ -185,7 +184,7 @@ def load_run(folder: Path) -> Exported:
     vocabulary = read_vocabulary(saved.folder)
     if vocabulary is None:
         raise _unfinished(saved.folder)
-    return Exported(saved.folder, saved.experiment, load(saved.path).eval(), vocabulary)
+    return Exported(saved.folder, load(saved.path).eval(), vocabulary)
 
 
 def find_run(folder: Path) -> SavedModel:

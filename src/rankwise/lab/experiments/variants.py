@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ from rankwise.core.plan import Site, get_module
 from rankwise.lab.experiments.run_folder import (
     BASE,
     CHECKPOINTS,
+    EXPERIMENT,
     EXPORT,
     MODEL,
     base_fingerprint,
+    check_part,
+    has_models,
     variant_fingerprint,
+    write_experiment,
 )
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
@@ -37,6 +41,8 @@ DENSE = "dense"
 HEALING, SNAPSHOT = "healing", "snapshot"
 
 AnyTask = Task[Any, Any]
+Row = dict[str, Any]
+"""The row of a model in the table of a run."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +61,6 @@ class Context:
     folder: Path
     watcher: Watcher
     trackers: Sequence[str]
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A model of one size after its training, and what its row tells."""
-
-    name: str
-    experiment: Experiment
-    model: nn.Module
-    size: SizeReport | None
-    steps: int
-    record: Mapping[str, Any]
-    """The record of its training."""
-    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,31 +105,36 @@ class Part:
     def folder(self) -> Path:
         return self.context.folder / self.name
 
-    def models(self) -> Iterator[Trained]:
-        """A trained model of each size."""
+    def check(self) -> dict[str, Any] | None:
+        """Refuse a folder that was made, or begun, from something else; its export, where it is finished."""
+        return check_part(self.folder, self.of)
+
+    def make(self) -> list[Row]:
+        """Train, export and evaluate a model of each size, unless that is done already; their rows of the table."""
+        done = self.check()
+        if done is not None and has_models(self.context.folder, done["rows"], EXPERIMENT, *self.task.beside):
+            finished: list[Row] = done["rows"]
+            return finished
         method = self.experiment.method
         if method.name == DENSE:
-            made = self._dense()
+            rows = list(self._dense())
         elif isinstance(method, Svd) and self.base is not None:
-            made = self._one_shot(method)
+            rows = list(self._one_shot(method))
         else:
-            made = self._along_ramp()
-        return made if self.experiment.healing is None else map(self._healed, made)
+            rows = list(self._along_ramp())
+        write_file(self.folder / EXPORT, {"of": self.of, "rows": rows})
+        if not self.config.keeps_checkpoints:
+            for row in rows:
+                for phase in ("", HEALING):
+                    shutil.rmtree(self.context.folder / row["folder"] / phase / CHECKPOINTS, ignore_errors=True)
+        return rows
 
-    def _healed(self, made: Trained) -> Trained:
-        """The compact model after some training of its own."""
-        config = self.task.phase(self.experiment.healing, self.config.seed)
-        self.context.watcher.phase(f"healing {made.name}")
-        outcome = self._fit(f"{made.name}/{HEALING}", made.model, config=config)
-        total = {key: made.record[key] + outcome.record[key] for key in ("seconds", *units(outcome.record))}
-        return replace(made, model=outcome.model, steps=made.steps + config.steps, record=total)
-
-    def _dense(self) -> Iterator[Trained]:
+    def _dense(self) -> Iterator[Row]:
         self.context.watcher.phase("training the dense model" + ("" if self.base is None else " on"))
         outcome = self._fit(self.name, self.task.start(self.base))
-        yield Trained(self.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
+        yield self._row(self.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
 
-    def _one_shot(self, method: Svd) -> Iterator[Trained]:
+    def _one_shot(self, method: Svd) -> Iterator[Row]:
         """A model of each size, compressed before any training and then trained."""
         for budget in self.experiment.budgets():
             name = self._name(budget)
@@ -150,10 +147,10 @@ class Part:
             self.context.watcher.phase(f"training {name}")
             outcome = self._fit(name, small)
             size, kept = SizeReport.of(outcome.model, account, budget), kept_by_shape(plan.sites, outcome.model)
-            own = self._of_size(budget)
-            yield Trained(name, own, outcome.model, size, self.config.steps, outcome.record, kept)
+            own, steps = self._of_size(budget), self.config.steps
+            yield self._row(name, own, outcome.model, size, steps, outcome.record, **kept)
 
-    def _along_ramp(self) -> Iterator[Trained]:
+    def _along_ramp(self) -> Iterator[Row]:
         """A model of each size from one training with gates, each taken when the target passes its size."""
         self.context.watcher.phase(f"pruning with {self.name}")
         *further, last = self.experiment.budgets()
@@ -168,10 +165,50 @@ class Part:
         for budget in sorted(further, key=lambda budget: budget.removed or 0):
             model, size, step = sizes.load(budget)
             kept = kept_by_shape(outcome.pruner.plan.sites, model)
-            yield Trained(self._name(budget), self._of_size(budget), model, size, step, outcome.record, kept)
+            yield self._row(self._name(budget), self._of_size(budget), model, size, step, outcome.record, **kept)
         kept, size = kept_by_gates(outcome.pruner, RunFolder(outcome.folder).lines()), outcome.pruner.size()
         small, steps = outcome.pruner.compact(), self.config.steps
-        yield Trained(self.name, self._of_size(last), small, size, steps, outcome.record, kept)
+        yield self._row(self.name, self._of_size(last), small, size, steps, outcome.record, **kept)
+
+    def _row(
+        self,
+        name: str,
+        experiment: Experiment,
+        model: nn.Module,
+        size: SizeReport | None,
+        steps: int,
+        record: Mapping[str, Any],
+        **more: Any,
+    ) -> Row:
+        """Heal a trained model where the experiment asks for it, save it and evaluate it; `record`: of its training."""
+        watcher, folder = self.context.watcher, self.context.folder / name
+        counted = [unit for unit in ("tokens", "examples", "seconds") if unit in record]
+        spent = {key: record[key] for key in counted}
+        if self.experiment.healing is not None:
+            config = self.task.phase(self.experiment.healing, self.config.seed)
+            watcher.phase(f"healing {name}")
+            outcome = self._fit(f"{name}/{HEALING}", model, config=config)
+            model, steps = outcome.model, steps + config.steps
+            spent = {key: spent[key] + outcome.record[key] for key in counted}
+        watcher.phase(f"evaluating {name}")
+        self.task.save(model.eval(), folder / MODEL, size)
+        write_experiment(folder, experiment, self.task.fingerprint)
+        is_reference = name == BASE and size is None and experiment.reference == "base"
+        return {
+            "name": DENSE if is_reference else name,
+            "method": experiment.method.name,
+            **experiment.row(),
+            "parameters": count(model) if size is None else size.exported,
+            "removed": 0.0 if size is None else size.removed,
+            "removed_of_prunable": 0.0 if size is None else size.removed_of_prunable,
+            "nonzeros": False if size is None else size.nonzeros,
+            "valid": self.task.evaluate(model, "valid"),
+            "test": self.task.evaluate(model, "test"),
+            "steps": steps,
+            **spent,
+            "folder": name,
+            **more,
+        }
 
     def _gate(self, model: nn.Module) -> Pruner:
         experiment = self.experiment
@@ -260,18 +297,6 @@ class SizesAlongRamp:
         return about is not None and about["step"] <= step and (folder / MODEL).is_dir()
 
 
-def size_row(model: nn.Module, size: SizeReport | None) -> dict[str, Any]:
-    """The size of an exported model, and what that removes; without a report the model is dense."""
-    if size is None:
-        return {"parameters": count(model), "removed": 0.0, "removed_of_prunable": 0.0, "nonzeros": False}
-    return {
-        "parameters": size.exported,
-        "removed": size.removed,
-        "removed_of_prunable": size.removed_of_prunable,
-        "nonzeros": size.nonzeros,
-    }
-
-
 def kept_by_gates(pruner: Pruner, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Parameters of each matrix, before and after; and how the gates of the first and the last matrix decided.
 
@@ -295,8 +320,3 @@ def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
         return sum(p.numel() for p in get_module(small, site.uses[0]).parameters() if p.dim() > 1)
 
     return {"matrices": {site.name: [site.params, kept(site)] for site in sites}}
-
-
-def units(record: Mapping[str, Any]) -> list[str]:
-    """What a record of training counts: tokens, or examples."""
-    return [unit for unit in ("tokens", "examples") if unit in record]

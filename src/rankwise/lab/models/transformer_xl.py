@@ -169,9 +169,10 @@ class RelativeAttention(nn.Module):
         )
         return linear.call(self.out, y_BTHE.flatten(2))
 
-    def attend(self, *inputs: Tensor, reach: int | None) -> Tensor:
+    def attend(self, *inputs: Any, reach: int | None) -> Tensor:
         """The attention output of each query, (B, T, A), by the kernel for inference on a CPU."""
-        return cpu.relative_attention(*inputs, reach=reach, dtype=self.inference_dtype).flatten(2)
+        given: list[Any] = [*inputs, reach, self.inference_dtype]
+        return cpu.relative_attention(*given).flatten(2)
 
     def heads(self, x_A: Tensor) -> Tensor:
         """(..., A) as (..., H, E)."""

@@ -85,15 +85,6 @@ def _places(p_scores, o_t, T, S):
 
 
 @triton.jit
-def _num_whole(T, S, window, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Keys, in whole blocks, that every query of this program sees: no mask is needed for them."""
-    if window is not None:
-        return 0
-    else:
-        return (S - T + tl.program_id(0) * BLOCK_T + 1) // BLOCK_S * BLOCK_S
-
-
-@triton.jit
 def _head(H):
     """Sequence and head of this program."""
     return tl.cast(tl.program_id(1) // H, tl.int64), tl.cast(tl.program_id(1) % H, tl.int64)
@@ -146,7 +137,10 @@ def attention_fwd_kernel(
     b_sum = tl.zeros([BLOCK_T], dtype=tl.float32)
     b_y = tl.zeros([BLOCK_T, E], dtype=tl.float32)
     last = tl.minimum(S, S - T + (tl.program_id(0) + 1) * BLOCK_T)
-    whole = _num_whole(T, S, window, BLOCK_T, BLOCK_S)
+    # keys, in whole blocks, that every query of this program sees: no mask is needed for them
+    whole = 0
+    if window is None:
+        whole = (S - T + tl.program_id(0) * BLOCK_T + 1) // BLOCK_S * BLOCK_S
     for i_s in tl.range(0, whole, BLOCK_S, num_stages=STAGES):
         b_max, b_sum, b_y = _attend(
             b_q, p_k, p_v, p_places, i_s, o_t, o_e, b_max, b_sum, b_y, scale, T, S, H, None, E, False, BLOCK_S
@@ -175,16 +169,6 @@ def attention_delta_kernel(p_dy, p_y, p_delta, T, H, E: tl.constexpr, BLOCK_T: t
 
 
 @triton.jit
-def _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED: tl.constexpr):
-    """P, and the gradient of the scores after they are scaled down."""
-    b_s = _scores(b_q, b_k, p_places, o_s, b_seen, MASKED) * (scale * LOG2_E) - b_lse[:, None]
-    if MASKED:
-        b_s = tl.where(b_seen, b_s, -1e30)
-    b_p = tl.exp2(b_s)
-    return b_p, b_p * (_dot(b_dy, tl.trans(b_v)) - b_delta[:, None])
-
-
-@triton.jit
 def _slope_of_keys(
     b_k, b_v, b_dk, b_dv, p_q, p_bias, p_dy, p_lse, p_delta, p_scores, p_dscores, p_dby_key,
     i_t, o_s, o_e, scale, T, S, H, window, E: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -198,8 +182,12 @@ def _slope_of_keys(
     b_delta = tl.load(p_delta + o_t, mask=o_t < T, other=0.0)
     b_seen = _seen(o_t, o_s, T, S, window)
     p_places = _places(p_scores, o_t, T, S)
-    b_p, b_ds = _slopes(b_q, b_k, b_v, b_dy, b_lse, b_delta, p_places, o_s, b_seen, scale, MASKED)
-    b_ds = b_ds.to(b_q.dtype)
+    b_s = _scores(b_q, b_k, p_places, o_s, b_seen, MASKED) * (scale * LOG2_E) - b_lse[:, None]
+    if MASKED:
+        b_s = tl.where(b_seen, b_s, -1e30)
+    b_p = tl.exp2(b_s)
+    # the gradient of the scores after they are scaled down
+    b_ds = (b_p * (_dot(b_dy, tl.trans(b_v)) - b_delta[:, None])).to(b_q.dtype)
     b_stored = (o_t < T)[:, None] & (o_s < S)[None, :]
     tl.store(p_dby_key + o_t[:, None] * S + o_s[None, :], b_ds, mask=b_stored)
     if MASKED:
@@ -330,10 +318,9 @@ class _Attention(torch.autograd.Function):
         dr_HSE = torch.bmm(dscores_HNS.transpose(1, 2), position_NHE.transpose(0, 1)).mul_(scale)
         dposition_HNE = torch.bmm(dscores_HNS, r_SHE.transpose(0, 1))
         dcontent_BHTE = dby_key_BHTS @ qkv_BSJHE[:, :, 1].transpose(1, 2)
-        dcontent_HE, dposition_HE = merge(dcontent_BHTE, dposition_HNE, dqkv_BSJHE, scale)
-        content_dtype, position_dtype = ctx.dtypes
-        dbiases = dcontent_HE.to(content_dtype), dposition_HE.to(position_dtype)
-        return dqkv_BSJHE, dr_HSE.transpose(0, 1), *dbiases, None, None
+        dbiases = merge(dcontent_BHTE, dposition_HNE, dqkv_BSJHE, scale)
+        dbiases_HE = (dbias.to(dtype) for dbias, dtype in zip(dbiases, ctx.dtypes, strict=True))
+        return dqkv_BSJHE, dr_HSE.transpose(0, 1), *dbiases_HE, None, None
 
 
 def forward(

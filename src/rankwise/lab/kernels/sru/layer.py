@@ -326,14 +326,15 @@ class _Recurrence(torch.autograd.Function):
     def backward(
         ctx: Any, dh_TBD: Tensor | None, dproduct_TBD: Tensor | None, drstd_TB: Tensor | None, dc_BD: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *inputs, mean_TB, rstd_TB = ctx.saved_tensors
-        _, _, weight_c_GD, bias_GD, states_TBD, _ = inputs
+        *tensors, mean_TB, rstd_TB = ctx.saved_tensors
+        _, _, weight_c_GD, bias_GD, states_TBD, _ = tensors
+        inputs = (*tensors, ctx.scale)
         if dh_TBD is None:
             dh_TBD, dproduct_TBD = dproduct_TBD, None
         if dh_TBD is None:
             dh_TBD = torch.zeros_like(states_TBD)
         rows = None if drstd_TB is None else (drstd_TB, rstd_TB, mean_TB)
         arrivals = Arrivals(dh_TBD, dc_BD, dproduct_TBD, rows)
-        du, dx, dgates_4D, dc0, dmask = backward(arrivals, *inputs, ctx.scale, dropout=ctx.dropout)
+        du, dx, dgates_4D, dc0, dmask = backward(arrivals, *inputs, dropout=ctx.dropout)
         dgates = dgates_4D[:2].to(weight_c_GD.dtype), dgates_4D[2:].to(bias_GD.dtype)
         return du, dx, *dgates, dc0.to(ctx.c0_dtype), dmask, None, None, None

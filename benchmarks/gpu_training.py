@@ -1,0 +1,133 @@
+"""Training a decoder while it is pruned, on a GPU: `python benchmarks/gpu_training.py [--layers 4] [--record FILE]`.
+
+The decoder of `gpu_decoder.py` (1.07B parameters with 4 layers) with weights in float32, 4 x 1024 random tokens, under
+autocast to bfloat16, fused AdamW. The time of a step and the peak of memory: dense; gated with all components open;
+after the gates have committed to 50% and 80% removed, before and after `pruner.drop_closed(optimizer)`; and the compact
+model. Models are timed one after the other, as only one fits beside its optimizer's state. `--tiny` is a dry run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gpu_decoder import SHAPE, TINY, build, spread
+from harness import commit, hardware
+from torch import nn
+
+import rankwise as rw
+
+RAMP = 4
+"""Steps until the gates commit."""
+
+
+class Training:
+    """Steps of a model, timed."""
+
+    def __init__(self, tokens: torch.Tensor, repeats: int) -> None:
+        self.tokens, self.repeats = tokens, repeats
+        self.is_gpu = tokens.is_cuda
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, pruner: rw.Pruner | None = None) -> None:
+        with torch.autocast(self.tokens.device.type, torch.bfloat16):
+            loss = model(self.tokens, labels=self.tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        if pruner is not None:
+            pruner.step()
+        optimizer.zero_grad()
+
+    def measure(self, name: str, model: nn.Module, take: Callable[[], None]) -> None:
+        """Time `take`, and note the peak of memory, after two steps that are not counted."""
+        for _ in range(2):
+            take()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            take()
+            if self.is_gpu:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        peak = torch.cuda.max_memory_allocated() if self.is_gpu else 0
+        self.rows[name] = {"parameters": rw.count(model), "milliseconds": spread(times), "peak bytes": peak}
+        first = next(iter(self.rows.values()))
+        speed = first["milliseconds"]["median"] / statistics.median(times)
+        memory = peak / first["peak bytes"] if self.is_gpu else float("nan")
+        print(f"{name}: {statistics.median(times):.1f} ms, {speed:.2f}x of dense; memory {memory:.2f}x", flush=True)
+
+
+def prune(training: Training, make: Callable[[], nn.Module], removed: float, settings: dict[str, Any]) -> None:
+    """The rows of one size."""
+    model = make()
+    name = f"{removed:.0%} removed"
+    pruner = rw.Pruner(model, rw.Budget(removed=removed), target="cuda", anneal_steps=RAMP, **settings)
+    optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-5, fused=training.is_gpu)
+    training.measure(f"gated, all open, for {name}", model, partial(training.step, model, optimizer))
+    while pruner.steps <= RAMP:
+        training.step(model, optimizer, pruner)
+    training.measure(f"committed, {name}", model, partial(training.step, model, optimizer, pruner))
+    pruner.drop_closed(optimizer)
+    training.measure(f"closed components dropped, {name}", model, partial(training.step, model, optimizer, pruner))
+    small = pruner.compact()
+    del model, optimizer, pruner
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-5, fused=training.is_gpu)
+    training.measure(f"compact, {name}", small, partial(training.step, small, optimizer))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--max-rank", type=int, help="as for rankwise.Pruner")
+    parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*gates had not decided")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = TINY if options.tiny else SHAPE
+
+    def make() -> nn.Module:
+        return build(shape, options.layers, device).float().train()
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, shape["vocab_size"], (4, 16 if options.tiny else 1024), device=device)
+    training = Training(tokens, options.repeats)
+    dense = make()
+    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-5, fused=device == "cuda")
+    training.measure("dense", dense, partial(training.step, dense, optimizer))
+    del dense, optimizer
+    settings = {} if options.max_rank is None else {"max_rank": options.max_rank}
+    for removed in (0.5, 0.8):
+        prune(training, make, removed, settings)
+    if options.record is not None:
+        record = {
+            "name": "gpu-training",
+            "settings": {key: value for key, value in vars(options).items() if key != "record"},
+            "rows": [{"name": name, **row} for name, row in training.rows.items()],
+            "seed": 0,
+            "date": date.today().isoformat(),
+            "hardware": hardware(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rankwise": rw.__version__,
+            "commit": commit(),
+        }
+        options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
