@@ -42,6 +42,7 @@ from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
+from rankwise.narrow import narrow_all, oneshot_method
 from rankwise.pruner import check_arguments, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import become, copied
@@ -68,6 +69,7 @@ def compress(
     budget: Budget,
     calibration: Iterable[Any] | None = None,
     *,
+    method: Literal["svd", "width"] = "svd",
     loss: Callable[[Any], Tensor] | Literal["sampled"] | None = "sampled",
     loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
@@ -86,6 +88,8 @@ def compress(
 
     Args:
         calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
+        method: "svd", low rank; or "width", for decoders such as Llama, Mistral, Qwen or Gemma: whole neurons and heads
+            go, equally many in every layer, so that every tool that loads the family loads the model.
         loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
             cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
@@ -105,21 +109,25 @@ def compress(
     check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
     _check(batches, loss, ranks)
     example = batches[0] if example is None and batches else example
-    plan = plan or default_plan(model, embeddings=embeddings)
-    budget, plan = size_for(model, budget, plan, example, rank_multiple)
     where = find_target(target, model)
-    method = Svd(layout=layout or where.layout)
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
+    if isinstance(how, Svd):
+        plan = plan or default_plan(model, embeddings=embeddings)
+        budget, plan = size_for(model, budget, plan, example, rank_multiple)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = plan_for_method(model, plan, method)
+    plan = plan_for_method(model, plan, how)
     check_weights(model, plan)
-    account = size_account(model, plan, method, where, rank_multiple, trained=True)
+    account = size_account(model, plan, how, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
     if loss is not None and batches:
         data.weigh(loss, list(loss_batches or batches))
-    _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
+    if isinstance(how, Svd):
+        _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
+    else:
+        narrow_all(data, account, limit, even=ranks == "even")
     families.changed(model)
     verify_layers(model, Batch(example))
     return model if budget.dtype is None else model.to(budget.dtype)

@@ -16,6 +16,7 @@ from torch import nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import check_plan, find_plan, split_pairs
+from rankwise.adapters.widths import find_widths, update_config
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
@@ -66,7 +67,8 @@ class Pruner:
     Args:
         model: any module. Its planned layers become gated layers, in place.
         budget: the size of the exported model, such as `Budget(removed=0.8)` or `Budget(params=8_000_000)`.
-        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac", "svd" or "dense" (`rankwise.methods`), or a method object.
+        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac", "svd", "width-l0", "width" or "dense"
+            (`rankwise.methods`), or a method object.
         plan: the matrices to prune (`rankwise.find_plan`). Default: every linear layer and embedding that can be gated
             safely.
         init: how a matrix is factorized. "svd" and "whitened" keep what the model computes; "random" draws new factors
@@ -107,6 +109,9 @@ class Pruner:
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        self.target = find_target(target, model)
+        self.method = resolve_method(method, self.target.layout, settings)
+        self.method.check_budget(budget)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for
@@ -116,8 +121,6 @@ class Pruner:
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
-        self.target = find_target(target, model)
-        self.method = resolve_method(method, self.target.layout, settings)
         self.plan = plan_for_method(model, plan, self.method)
         check_weights(model, self.plan)
 
@@ -125,7 +128,7 @@ class Pruner:
         if max_rank is not None:
             account = self.method.limit_ranks(account, max_rank)
         self.limit = budget.resolve(account)
-        if plan is None and self.method.prunes:
+        if plan is None and self.method.prunes and not self.method.prunes_widths:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
         account = self.method.fix_ranks(account, self.limit)
         self._stale_optimizer = StaleOptimizerCheck(model)
@@ -247,6 +250,8 @@ class Pruner:
         self._avoid_imprecise_pivots(limit, dtype)
         self._batch.stop()
         small = compact(self.model, self.controller, limit)
+        if self.method.prunes_widths:
+            update_config(small)
         families.changed(small)
         verify_layers(small, self._batch)
         kept = self.account.size(self.controller.num_kept(limit))
@@ -361,6 +366,8 @@ def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget:
 
 def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
     """The plan without the sites that the method cannot prune; raises if none is left."""
+    if method.prunes_widths:
+        return find_widths(model, heads=getattr(method, "heads", True), within=plan)
     if plan is None:
         plan = find_plan(model)
     else:

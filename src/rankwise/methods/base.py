@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import CostCurve, SizeAccount
+from rankwise.core.budget import Budget, CostCurve, SizeAccount
 from rankwise.core.calibrate import second_moments
 from rankwise.core.controller import Controller
 from rankwise.core.factorize import Factors, Moments, random, svd, svd_energy, svd_of_pair
@@ -29,6 +29,8 @@ class Factorizer:
     """Makes factors of the given rank for the matrix of a site."""
     keeps_weight: bool
     """Whether P Q approximates the matrix; otherwise the factors are random."""
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    """Calibration statistics by the name of a site, if there are any."""
 
 
 def make_factorizer(
@@ -39,7 +41,11 @@ def make_factorizer(
         generator = torch.Generator().manual_seed(seed)
         return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps_weight=False)
     moments = second_moments(model, plan, calibration) if calibration is not None else {}
-    return Factorizer(lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)), keeps_weight=True)
+    return Factorizer(
+        lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)),
+        keeps_weight=True,
+        moments=moments,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +61,14 @@ class Method(ABC):
     """Whether sizes count non-zero weights, because matrices keep their shape."""
     splits_pairs: ClassVar[bool] = False
     """Whether the two matrices of a low-rank pair are pruned separately."""
+    prunes_widths: ClassVar[bool] = False
+    """Whether neurons and heads are pruned instead of matrices, to one width for all layers."""
     prunes: ClassVar[bool] = True
     """Whether the method prunes at all, so that a plan without any matrix is a mistake."""
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise if this method cannot keep to such a budget."""
+        return None
 
     def skip_reason(self, site: Site) -> str | None:
         """Why this method cannot prune `site`, or None if it can."""
