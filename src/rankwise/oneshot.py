@@ -43,7 +43,7 @@ from rankwise.latency import size_for
 from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
 from rankwise.narrow import narrow_all, oneshot_method
-from rankwise.pruner import check_arguments, plan_for_method, size_account
+from rankwise.sizes import check_arguments, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import become, copied
 
@@ -84,25 +84,19 @@ def compress(
 ) -> nn.Module:
     """A model of the size asked for, without training; the defaults are those of `rankwise compress`.
 
-    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
-
     Args:
         calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
-        method: "svd", low rank; or "width", for decoders such as Llama, Mistral, Qwen or Gemma: whole neurons and heads
-            go, equally many in every layer, so that every tool that loads the family loads the model.
+        method: "svd", low rank; or "width", fewer neurons and heads of a decoder, which stock tools load.
         loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
             cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
         plan: which matrices are compressed; by default every linear layer, and with `embeddings` every embedding.
-        layout: "pair", fast everywhere, or "pivot", smaller, and slower than dense on GPUs and in ONNX Runtime; by
-            default that of `target`.
+        layout: "pair", fast everywhere, or "pivot", smaller; by default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
-        example: a batch of input for `model`, by default the first of `calibration`. The model's code is checked on it
-            to do with layers of low rank what it does with stock ones. With Budget(latency_ms=...) models are timed on
-            it, here and now, to find the size.
+        example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
-        ranks: "global" as above, or "even": the same share of every matrix's rank.
+        ranks: "global": the best components of the whole model; or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     batches = None if calibration is None else list(calibration)
@@ -124,10 +118,10 @@ def compress(
     data = _Data(model, plan, batches, progress)
     if loss is not None and batches:
         data.weigh(loss, list(loss_batches or batches))
-    if isinstance(how, Svd):
-        _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
-    else:
+    if not isinstance(how, Svd):
         narrow_all(data, account, limit, even=ranks == "even")
+    else:
+        _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
     families.changed(model)
     verify_layers(model, Batch(example))
     return model if budget.dtype is None else model.to(budget.dtype)

@@ -20,7 +20,7 @@ from rankwise.methods.base import Method
 from rankwise.methods.paper import MagnitudeGates, UniformRanks
 from rankwise.methods.representations import InputFeatures, SingleWeights
 from rankwise.methods.width import Widths
-from rankwise.pruner import plan_for_method, size_account
+from rankwise.sizes import plan_for_method, size_account
 from rankwise.split import all_split
 
 COMPONENTS: dict[type, str] = {SingleWeights: "weight", InputFeatures: "feature", Widths: "component"}

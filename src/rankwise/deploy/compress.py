@@ -38,7 +38,7 @@ from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
 from rankwise.narrow import oneshot_method
 from rankwise.oneshot import compress, default_plan
-from rankwise.pruner import plan_for_method, size_account
+from rankwise.sizes import plan_for_method, size_account
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
@@ -166,9 +166,8 @@ def compress_folder(
     plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
     how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
     work = _Work(model, budget, plan, where, how, prepare and prepare(model), listener)
-    first = work.attempt(model, "global")
+    best = first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
-    best = first
     if first.quality is not None and first.quality.is_bad:
         listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
         # one of the two models at a time is in memory
