@@ -2,7 +2,8 @@
 
 MODEL is a folder that `from_pretrained` loads (for a model in GGUF form, save it with `save_pretrained` first); TEXTS
 holds train.txt, valid.txt and test.txt. Rows, each at the same number of parameters: the truncated SVD and SVD-LLM's
-whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots.
+whitened one, both with the same share of every linear layer (the embedding stays); ours as pairs and as pivots, and by
+width: whole neurons and heads.
 Calibration reads training text; perplexity is per token of the model's own tokenizer on the
 first `--windows` windows of the test text (`--split valid` to try things out). `--heal STEPS` then trains every row but
 "svd" on training text to give the dense model's answers, at each rate of `--lr`, of which validation text chooses one.
@@ -39,6 +40,7 @@ ROWS = {
     "svd-llm": "SVD whitened by calibration data, the same share of every layer",
     "pair": "ours: ranks by what the model's answers lose, pairs",
     "pivot": "ours: the same in the pivot layout",
+    "width": "ours: whole neurons and heads, one width for all layers",
 }
 
 
@@ -59,13 +61,14 @@ def uniform(model: nn.Module, removed: float, batches: list[Any] | None) -> tupl
     return small, rw.count(small)
 
 
-def ours(model: nn.Module, removed: float, layout: Any, windows: list[Tensor]) -> tuple[nn.Module, int]:
+def ours(model: nn.Module, removed: float, name: Any, windows: list[Tensor]) -> tuple[nn.Module, int]:
+    how: dict[str, Any] = {"method": "width"} if name == "width" else {"layout": name}
     small = rw.compress(
         model,
         rw.Budget(removed=removed),
         [{"input_ids": window[None]} for window in windows],
         loss_batches=[{"input_ids": window[None, : Calibration.loss_window]} for window in windows],
-        layout=layout,
+        **how,
     )
     return small, rw.count(small)
 
@@ -189,7 +192,7 @@ def main() -> None:
             if (name, removed) in found:
                 continue
             start = time.perf_counter()
-            if name in ("pair", "pivot"):
+            if name in ("pair", "pivot", "width"):
                 small, size = ours(model, removed, name, windows)
             else:
                 batches = [{"input_ids": window[None]} for window in windows] if name == "svd-llm" else None

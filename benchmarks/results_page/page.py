@@ -201,6 +201,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ),
     (
         "A large decoder on a GPU",
+        "Four layers of the 7B shape (width 4096, inner 11008, 32,000 words) in bfloat16, random weights with a "
         "falling spectrum, compressed by `rankwise.compress` without calibration; one H200, compiled by "
         "`torch.compile` and replayed as CUDA graphs, median and spread (20% to 80%) of the ratios within one run. "
         "Layers that read the same input are fused by `rankwise.deploy.fuse_layers` in the dense model too, unless "
@@ -209,14 +210,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     ),
     (
         "Training a large decoder on a GPU",
-        "after the ramp, when the gates stay; then `pruner.drop_closed(optimizer)` drops what they closed. One "
+        "The same decoder with weights in float32, 4 x 1024 tokens, autocast to bfloat16 and fused AdamW. *Committed* "
+        "is after the ramp, when the gates stay; then `pruner.drop_closed(optimizer)` drops what they closed. One "
         "H200, median of ten steps and its spread (20% to 80%). With `max_rank=2048` every matrix starts with at "
         "most 2048 components. `python benchmarks/gpu_training.py --record results/gpu-training.json`",
         _of("gpu-training", sections.gpu_training),
     ),
     (
         "Compressing a large decoder on a GPU",
-        "random tokens. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
+        "`rankwise.compress` of a decoder of 32 such layers in place, ranks by the loss, calibrated on 16 windows of "
+        "2048 random tokens. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
         _of("gpu-compress", sections.gpu_compress),
     ),
     (

@@ -21,7 +21,8 @@ from rankwise.core.plan import LeftOut, Plan, Site, check_not_empty
 from rankwise.errors import BudgetError
 from rankwise.measure import call_model, evaluating, time_together
 from rankwise.methods import make_method
-from rankwise.pruner import Pruner, size_account
+from rankwise.pruner import Pruner
+from rankwise.sizes import size_account
 from rankwise.split import all_split
 from rankwise.swap import copied
 

@@ -42,7 +42,8 @@ from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
-from rankwise.pruner import check_arguments, plan_for_method, size_account
+from rankwise.narrow import narrow_all, oneshot_method
+from rankwise.sizes import check_arguments, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import become, copied
 
@@ -68,6 +69,7 @@ def compress(
     budget: Budget,
     calibration: Iterable[Any] | None = None,
     *,
+    method: Literal["svd", "width"] = "svd",
     loss: Callable[[Any], Tensor] | Literal["sampled"] | None = "sampled",
     loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
@@ -82,44 +84,44 @@ def compress(
 ) -> nn.Module:
     """A model of the size asked for, without training; the defaults are those of `rankwise compress`.
 
-    Ranks are shared out over the whole model: the components are kept whose loss would cost most per parameter.
-
     Args:
         calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
+        method: "svd", low rank; or "width", fewer neurons and heads of a decoder, which stock tools load.
         loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
             cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
         plan: which matrices are compressed; by default every linear layer, and with `embeddings` every embedding.
-        layout: "pair", fast everywhere, or "pivot", smaller, and slower than dense on GPUs and in ONNX Runtime; by
-            default that of `target`.
+        layout: "pair", fast everywhere, or "pivot", smaller; by default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
         target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
-        example: a batch of input for `model`, by default the first of `calibration`. The model's code is checked on it
-            to do with layers of low rank what it does with stock ones. With Budget(latency_ms=...) models are timed on
-            it, here and now, to find the size.
+        example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
-        ranks: "global" as above, or "even": the same share of every matrix's rank.
+        ranks: "global": the best components of the whole model; or "even": the same share of every matrix's rank.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     batches = None if calibration is None else list(calibration)
     check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
     _check(batches, loss, ranks)
     example = batches[0] if example is None and batches else example
-    plan = plan or default_plan(model, embeddings=embeddings)
-    budget, plan = size_for(model, budget, plan, example, rank_multiple)
     where = find_target(target, model)
-    method = Svd(layout=layout or where.layout)
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
+    if isinstance(how, Svd):
+        plan = plan or default_plan(model, embeddings=embeddings)
+        budget, plan = size_for(model, budget, plan, example, rank_multiple)
     # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = plan_for_method(model, plan, method)
+    plan = plan_for_method(model, plan, how)
     check_weights(model, plan)
-    account = size_account(model, plan, method, where, rank_multiple, trained=True)
+    account = size_account(model, plan, how, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     data = _Data(model, plan, batches, progress)
     if loss is not None and batches:
         data.weigh(loss, list(loss_batches or batches))
-    _shrink_all(data, account, limit, None if ranks == "even" else method, budget.dtype)
+    if not isinstance(how, Svd):
+        narrow_all(data, account, limit, even=ranks == "even")
+    else:
+        _shrink_all(data, account, limit, None if ranks == "even" else how, budget.dtype)
     families.changed(model)
     verify_layers(model, Batch(example))
     return model if budget.dtype is None else model.to(budget.dtype)

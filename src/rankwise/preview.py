@@ -19,10 +19,11 @@ from rankwise.errors import OutOfReachError
 from rankwise.methods.base import Method
 from rankwise.methods.paper import MagnitudeGates, UniformRanks
 from rankwise.methods.representations import InputFeatures, SingleWeights
-from rankwise.pruner import plan_for_method, size_account
+from rankwise.methods.width import Widths
+from rankwise.sizes import plan_for_method, size_account
 from rankwise.split import all_split
 
-COMPONENTS: dict[type, str] = {SingleWeights: "weight", InputFeatures: "feature"}
+COMPONENTS: dict[type, str] = {SingleWeights: "weight", InputFeatures: "feature", Widths: "component"}
 """What is kept or dropped as one, in methods that do not prune ranks."""
 SHOWN = 5
 """The number of layers that an error names."""
@@ -60,6 +61,8 @@ class Preview:
     dense: int
     prunable: int
     fixed: int
+    smallest: int
+    """The smallest size that can be reached: all that is fixed, and what a method never prunes of the rest."""
     budget: int | None
     exported: int | None
 
@@ -102,6 +105,7 @@ def preview(
         dense=account.dense,
         prunable=account.prunable,
         fixed=account.fixed,
+        smallest=account.smallest,
         budget=limit,
         exported=account.size(counts) if counts is not None else None,
     )

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rankwise.adapters import families
-from rankwise.adapters.plans import check_plan, find_plan, split_pairs
-from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, Storage, count
+from rankwise.adapters.widths import update_config
+from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, count
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
 from rankwise.core.dropping import drop_closed
@@ -24,19 +24,18 @@ from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
 from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
-from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights, left_out, refusal, source
+from rankwise.core.plan import Plan, check_weights, left_out, source
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
-from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
+from rankwise.errors import RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
-from rankwise.methods.representations import Factorized
-from rankwise.split import all_split, splitting
+from rankwise.sizes import Init, check_arguments, plan_for_method, size_account
+from rankwise.split import splitting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Init = Literal["svd", "whitened", "random"]
 WARN_LEFT_OUT, WARN_REMOVED = 0.05, 0.95
 """The pruner warns if the plan leaves out this share of the parameters, or this share of the prunable ones must go."""
 
@@ -67,7 +66,8 @@ class Pruner:
     Args:
         model: any module. Its planned layers become gated layers, in place.
         budget: the size of the exported model, such as `Budget(removed=0.8)` or `Budget(params=8_000_000)`.
-        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac", "svd" or "dense" (`rankwise.methods`), or a method object.
+        method: "flop-l0", "flop-agp", "np-l0", "agp", "fac", "svd", "width-l0", "width" or "dense"
+            (`rankwise.methods`), or a method object.
         plan: the matrices to prune (`rankwise.find_plan`). Default: every linear layer and embedding that can be gated
             safely.
         init: how a matrix is factorized. "svd" and "whitened" keep what the model computes; "random" draws new factors
@@ -107,7 +107,10 @@ class Pruner:
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
-        check_arguments(model, budget, init, calibration, rank_multiple, seed)
+        check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        self.target = find_target(target, model)
+        self.method = resolve_method(method, self.target.layout, settings)
+        self.method.check_budget(budget)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for
@@ -117,15 +120,14 @@ class Pruner:
         self.model = model
         self.budget = budget
         self.rank_multiple = rank_multiple
-        self.target = find_target(target, model)
-        self.method = resolve_method(method, self.target.layout, settings)
         self.plan = plan_for_method(model, plan, self.method)
         check_weights(model, self.plan)
 
         account = size_account(model, self.plan, self.method, self.target, rank_multiple, trained=init != "random")
-        account = _limit_ranks(account, self.method, max_rank)
+        if max_rank is not None:
+            account = self.method.limit_ranks(account, max_rank)
         self.limit = budget.resolve(account)
-        if plan is None and self.method.prunes:
+        if plan is None and self.method.prunes and not self.method.prunes_widths:
             _warn_about_plan(model, self.plan, account, budget, self.limit)
         account = self.method.fix_ranks(account, self.limit)
         self._stale_optimizer = StaleOptimizerCheck(model)
@@ -247,6 +249,8 @@ class Pruner:
         self._avoid_imprecise_pivots(limit, dtype)
         self._batch.stop()
         small = compact(self.model, self.controller, limit)
+        if self.method.prunes_widths:
+            update_config(small)
         families.changed(small)
         verify_layers(small, self._batch)
         kept = self.account.size(self.controller.num_kept(limit))
@@ -321,45 +325,6 @@ class Pruner:
             matrix.cost_curve = curve
 
 
-def size_account(
-    model: nn.Module,
-    plan: Plan,
-    method: Method,
-    target: Target | None = None,
-    rank_multiple: int | None = None,
-    *,
-    trained: bool,
-) -> SizeAccount:
-    """The sizes of a model under a plan; `target` is by default the device that the model is on."""
-    target = target or find_target(None, model)
-    saved = set(model.state_dict())
-    storage = Storage(
-        dtypes=frozenset(p.dtype for p in model.parameters()),
-        buffers=tuple((b.numel(), b.dtype) for name, b in model.named_buffers() if name in saved),
-        overhead=sum(method.overhead_bytes(site) for site in plan.sites),
-    )
-    curves = tuple(
-        method.for_target(site, method.cost_curve(site, trained=trained), target, rank_multiple) for site in plan.sites
-    )
-    share, which = left_out(model, plan)
-    text = f"{share:.1%} of the parameters: {which}" if which else ""
-    return SizeAccount(count(model), plan.params, curves, None if method.counts_nonzeros else storage, text)
-
-
-def _limit_ranks(account: SizeAccount, method: Method, max_rank: int | None) -> SizeAccount:
-    """The account of a model whose matrices start with `max_rank` components at most."""
-    if max_rank is None:
-        return account
-    if isinstance(max_rank, bool) or not isinstance(max_rank, int) or max_rank < 1:
-        raise InvalidValueError(f"`max_rank` must be a whole number of at least 1, but is {max_rank!r} instead.")
-    if not isinstance(method, Factorized):
-        raise InvalidValueError(
-            f"`max_rank` goes with methods that factorize matrices, but {method.name!r} does not. Leave it out."
-        )
-    curves = (replace(curve, num_components=min(curve.num_components, max_rank)) for curve in account.curves)
-    return replace(account, curves=tuple(curves))
-
-
 def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:
     """Warn if the default plan leaves out many layers, or if the budget leaves almost nothing of the others."""
     warned = []
@@ -371,49 +336,3 @@ def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget:
     if warned:
         remedy = "See `rankwise plan`; to go on without this warning, pass `plan=rankwise.find_plan(model)`."
         warnings.warn(" ".join([*warned, remedy]), stacklevel=3)
-
-
-def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
-    """The plan without the sites that the method cannot prune; raises if none is left."""
-    if plan is None:
-        plan = find_plan(model)
-    else:
-        check_plan(model, plan)
-    if method.splits_pairs:
-        plan = split_pairs(plan)
-    with all_split(model):
-        reasons = {site: reason for site in plan.sites if (reason := method.skip_reason(site) or refusal(model, site))}
-    skipped = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
-    plan = plan.only([site for site in plan.sites if site not in reasons], skipped)
-    if method.prunes:
-        check_not_empty(plan)
-    return plan
-
-
-def check_arguments(
-    model: nn.Module,
-    budget: Budget,
-    init: Init,
-    calibration: Iterable[Any] | None,
-    rank_multiple: int | None,
-    seed: int,
-) -> None:
-    """Raise if an argument is of the wrong type or out of range."""
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
-    for name, module in model.named_modules():
-        if is_wrapper(module):
-            raise PlanError(
-                f"`model` must be gated before it is wrapped for several devices, but {name or 'it'} is a "
-                f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
-            )
-    if not isinstance(budget, Budget):
-        raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
-    if init not in ("svd", "whitened", "random"):
-        raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
-    if (init == "whitened") != (calibration is not None):
-        raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
-    multiple = 1 if rank_multiple is None else rank_multiple
-    for name, value, least in (("rank_multiple", multiple, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
-            raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

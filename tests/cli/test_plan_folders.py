@@ -18,7 +18,7 @@ from rankwise.cli.app import run
 from rankwise.hf import save_pretrained
 from rankwise.hf.loading import load_model
 from rankwise.methods import make_method
-from rankwise.pruner import plan_for_method, size_account
+from rankwise.sizes import plan_for_method, size_account
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -194,3 +194,36 @@ def test_no_choice_keeps_more_than_the_one_by_worth(curves: list[CostCurve], see
     every = itertools.product(*map(allowed, curves))
     best = max(kept(counts) for counts in every if cost(curves, list(counts)) <= room)
     assert kept(global_allocation(scores, curves, room)) == pytest.approx(best)
+
+
+widths = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 50), st.sampled_from([1, 2, 4]), st.booleans()),
+    min_size=1,
+    max_size=3,
+)
+"""Of each width: how many matrices, components, parameters of one, multiple, and whether only some counts are taken."""
+
+
+@given(widths, st.floats(0, 1.2), st.booleans(), st.integers(0, 99))
+def test_matrices_of_one_width_keep_the_same_number(
+    specs: list[tuple[int, int, int, int, bool]], share: float, by_score: bool, seed: int
+) -> None:
+    """Never more than the room, never no component, and no further step of any width fits."""
+    curves = []
+    for i, (matrices, num, cost, multiple, some) in enumerate(specs):
+        counts = (*(n for n in (1, 2, 4, 8) if n < num), num) if some else ()
+        curve = CostCurve(num, cost, num * cost, multiple=1 if some else multiple, width=f"width {i}", counts=counts)
+        curves += [curve] * matrices
+    least = sum(curve(curve.least_count) for curve in curves)
+    room = max(least, int(share * sum(curve.full for curve in curves)))
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(curve.num_components, generator=generator) for curve in curves]
+    found = global_allocation(scores, curves, room) if by_score else uniform_allocation(curves, room)
+    assert len(set(zip((curve.width for curve in curves), found, strict=True))) == len(specs)
+    kept = list(zip(curves, found, strict=True))
+    assert all(k in curve.allowed_counts().tolist() for curve, k in kept)
+    spent = sum(curve(k) for curve, k in kept)
+    assert spent <= room
+    for width in {curve.width for curve in curves}:
+        step = sum(curve(curve.next_count(k)) - curve(k) for curve, k in kept if curve.width == width)
+        assert step == 0 or spent + step > room

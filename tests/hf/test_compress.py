@@ -396,3 +396,28 @@ def test_a_compact_model_reads_as_much_as_the_dense_one() -> None:
     small(torch.full((1, most), 5))
     with pytest.raises(IndexError):
         small(torch.full((1, most + 1), 5))
+
+
+def test_the_command_leaves_out_neurons_and_heads(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is a smaller Llama with the model's tokenizer, and says so; what does not fit is refused."""
+    words = ["compress", str(place / "llama-tied"), "--method", "width", "--out", str(tmp_path / "small")]
+    text = ["--calibration", str(place / "text.txt"), "--windows", "8", "--window", "12"]
+    assert run([*words, "--removed", "0.3", *text, "--json"]) == 0
+    size = json.loads(capsys.readouterr().out)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert rw.count(model) == size["exported"] <= size["budget"]
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert config["intermediate_size"] < ENCODER["intermediate_size"] and "quantization_config" not in config
+    assert "import rankwise" not in (tmp_path / "small" / "README.md").read_text()
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "small")("w1 w2")["input_ids"] == [2, 3]
+    for wrong, message in {
+        "--removed 0.9": "key-value heads of every layer",
+        "--removed 0.2 --layout pivot": "`layout` and `embeddings` are settings of low rank",
+        "--latency-ms 5": "must be a size for width",
+    }.items():
+        assert run([*words[:-1], str(tmp_path / "other"), *wrong.split()]) == 2
+        assert message in capsys.readouterr().err
+    assert run(["compress", str(place / "bert"), *words[2:-1], str(tmp_path / "other"), "--removed", "0.1"]) == 2
+    assert "BertForSequenceClassification has 0 for 2 layers" in capsys.readouterr().err

@@ -25,18 +25,22 @@ def test_the_code_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     bert: Any = build("bert")
     bert.bert.save_pretrained("my-bert")
+    llama = build("llama")
+    llama.save_pretrained("my-llama")
     rows = batch(bert, size=16)
     names: dict[str, Any] = {
         "train_dataset": [{name: value[i] for name, value in rows.items()} for i in range(16)],
         "batches": [batch(bert, seed=i) for i in range(4)],
+        "text_batches": [batch(llama, seed=i) for i in range(4)],
     }
     parts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(parts) == 5
+    assert len(parts) == 6
     sizes = []
     for part in parts:
         code = part.replace("=300", "=3").replace("=500", "=4").replace('"runs"', '"runs", use_cpu=True')
         exec(code, names)
         sizes.append(rw.count(names["small"]))
+    assert "quantization_config" not in Path("my-llama-narrow/config.json").read_text()
     dense = names["pruner"].account.dense
     assert max(sizes) <= 0.65 * dense
     planned = {use.name.rpartition(".")[2] for site in names["plan"].sites for use in site.uses}

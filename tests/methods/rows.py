@@ -26,6 +26,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "flop-l0 pivot": {"anneal_steps": 6, "gate_lr": 5.0, "layout": "pivot"},
     "svd pivot": {"layout": "pivot"},
 }
+WIDTHS: dict[str, dict[str, Any]] = {
+    "width": {},
+    "width-l0": {"anneal_steps": 6, "gate_lr": 5.0},
+    "width-l0 paper": {"anneal_steps": 6, "recipe": "published", "gate_lr": 5.0},
+    "width-l0 neurons": {"anneal_steps": 6, "gate_lr": 5.0, "heads": False},
+}
+"""Methods that need whole blocks of a decoder: their promises are in tests/hf/test_widths.py."""
 PRUNING = [name for name in METHODS if name != "dense"]
 LEARNED = [name for name, settings in METHODS.items() if "anneal_steps" in settings]
 

@@ -16,7 +16,7 @@ import rankwise as rw
 from rankwise.core.gates import Gate
 from rankwise.core.layers import GatedLayer
 from rankwise.methods import METHODS as KNOWN
-from tests.methods.rows import LEARNED, METHODS, PRUNING, nonzeros, pruned, train
+from tests.methods.rows import LEARNED, METHODS, PRUNING, WIDTHS, nonzeros, pruned, train
 from tests.models import Spec, TinyModel, batch, specs
 
 # runs of a few steps, in which no gate can decide; some stop before the target has come down, some models have little
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def test_every_method_has_a_row() -> None:
-    assert {row.split()[0] for row in METHODS} == set(KNOWN)
+    assert {row.split()[0] for row in (*METHODS, *WIDTHS)} == set(KNOWN)
 
 
 @settings(max_examples=60)

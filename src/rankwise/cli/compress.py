@@ -22,6 +22,8 @@ TITLES = {
     "gradients": "Weighing errors by what they cost the loss",
     "ranks": "Sharing out the ranks",
     "factors": "Compressing layer by layer",
+    "widths": "Valuing neurons and heads",
+    "narrowing": "Narrowing layer by layer",
 }
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
@@ -34,6 +36,12 @@ PATIENCE_SECONDS = 15.0
     Argument("--calibration FILE", "A text like those the model is for; without it plain SVD.", Path),
     Argument("--windows N", "Windows of it that are read. Default: 64.", int, 64),
     Argument("--window N", "Tokens of a window. Default: 256.", int, 256),
+    Argument(
+        "--method METHOD",
+        "svd, low rank; or width: fewer neurons and heads, for any tool that loads the family. Default: svd.",
+        Literal["svd", "width"],
+        "svd",
+    ),
     Argument(
         "--layout LAYOUT",
         "pair, or pivot: smaller, and slower on GPUs and in ONNX Runtime. Default: pair.",
@@ -64,6 +72,8 @@ def compress(options: Options) -> None:
     back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
     better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
     `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
+    With --method width a decoder such as Llama, Mistral, Qwen or Gemma loses whole neurons and heads, equally many
+    in every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed.
 
     example: rankwise compress my-bert --removed 0.3 --calibration a.txt --out small
     """
@@ -81,7 +91,7 @@ def compress(options: Options) -> None:
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = ("layout", "target", "embeddings", "exclude", "overwrite", "device")
+    names = ("method", "layout", "target", "embeddings", "exclude", "overwrite", "device")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.calibration is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WORDS = ("name", "shape", "kind", "total", "left out", "why")
 """Columns that hold words; the others hold numbers, which stand to the right."""
-METHODS = "dense, fac, np-l0, agp, flop-agp, flop-l0 or svd"
+METHODS = "dense, fac, np-l0, agp, flop-agp, flop-l0, svd, width or width-l0"
 BUDGET = (
     Argument("--removed FRACTION", "Budget: the fraction of the parameters to remove.", float),
     Argument("--params N", "Budget: the parameters of the smaller model.", int),
@@ -138,8 +138,8 @@ def _show(found: Preview) -> None:
         ]
         print()
         print_table(["left out", "parameters", "of dense", "why"], rows, WORDS)
-    removed = 1 - found.fixed / found.dense
-    say(f"\nThe smallest size that can be reached is {found.fixed:,} parameters ({removed:.2%} removed).")
+    removed = 1 - found.smallest / found.dense
+    say(f"\nThe smallest size that can be reached is {found.smallest:,} parameters ({removed:.2%} removed).")
 
 
 def _header(found: Preview) -> list[str]:

@@ -2,12 +2,13 @@
 
 Paper: section 4.4 "Inference" keeps the top values per matrix; here one allocation is made for the whole model, so
 that the exported size is exact. Both allocations spend at most `room` parameters, and stop only when no further step
-fits.
+fits. Matrices of a common width (`CostCurve.width`) are allocated as one, whose step is taken in all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,8 @@ def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], roo
     A step is one component, or a multiple of them at their mean score, or the change from low rank to dense. If the
     next best step does not fit, its matrix is closed, and cheaper steps of other matrices fill the rest.
     """
-    steps = [_steps(score, curve) for score, curve in zip(scores, curves, strict=True)]
+    groups = _groups(curves)
+    steps = [_steps([scores[i] for i in group], _joint(curves, group)) for group in groups]
     if not steps:
         return []
     score = torch.cat([s for s, _, _ in steps])
@@ -40,23 +42,62 @@ def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], roo
         room -= int(cost[queue[:fits]].sum())
         rest = queue[fits:]
         queue = rest[matrix[rest] != matrix[rest[0]]] if len(rest) else rest
-    return [int(counts[n - 1]) if n else 0 for n, (_, _, counts) in zip(taken.tolist(), steps, strict=True)]
+    kept = [int(counts[n - 1]) if n else 0 for n, (_, _, counts) in zip(taken.tolist(), steps, strict=True)]
+    return _each(groups, kept)
 
 
-def _steps(score: Tensor, curve: CostCurve) -> tuple[Tensor, Tensor, Tensor]:
-    """Score, cost and resulting number of components of each step of one matrix, best components first."""
-    best_first = torch.nan_to_num(score.detach().double().cpu(), nan=-torch.inf).sort(descending=True).values
+def _groups(curves: Sequence[CostCurve]) -> list[list[int]]:
+    """The matrices that keep the same number of components."""
+    groups: dict[str | int, list[int]] = {}
+    for i, curve in enumerate(curves):
+        groups.setdefault(curve.width or i, []).append(i)
+    return list(groups.values())
+
+
+def _joint(curves: Sequence[CostCurve], group: Sequence[int]) -> CostCurve:
+    """What a number of components costs in all matrices of a group."""
+    curve, n = curves[group[0]], len(group)
+    if n == 1:
+        return curve
+    assert all(curves[i] == curve for i in group) and not curve.pivot and curve.dense_from is None
+    return replace(curve, per_component=n * curve.per_component, cap=n * curve.cap)
+
+
+def _each(groups: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+    """The count of each matrix, from that of its group."""
+    found = {i: k for group, k in zip(groups, counts, strict=True) for i in group}
+    return [found[i] for i in range(len(found))]
+
+
+def _steps(scores: Sequence[Tensor], curve: CostCurve) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, cost and resulting number of components of each step of one group, best components first."""
+    best_first = _best_first(scores[0])
+    if len(scores) > 1:
+        best_first = torch.stack([_best_first(score).clamp(-MAX_SCORE, MAX_SCORE) for score in scores]).mean(0)
     counts = curve.allowed_counts()
     zero = torch.zeros(1, dtype=torch.long)
     cost = curve.costs(counts).diff(prepend=zero)
+    score = _step_scores(best_first, counts)
+    if curve.width:
+        # before anything else: there is no width of zero
+        score = score.index_fill(0, zero, torch.inf)
+    return score, cost, counts
+
+
+def _best_first(score: Tensor) -> Tensor:
+    return torch.nan_to_num(score.detach().double().cpu(), nan=-torch.inf).sort(descending=True).values
+
+
+def _step_scores(best_first: Tensor, counts: Tensor) -> Tensor:
+    """The mean score of the components of each step."""
     if len(counts) == len(best_first):
-        return best_first, cost, counts
-    sizes = counts.diff(prepend=zero)
+        return best_first
+    sizes = counts.diff(prepend=torch.zeros(1, dtype=torch.long))
     step = torch.arange(len(counts)).repeat_interleave(sizes)
     limited = best_first.clamp(-MAX_SCORE, MAX_SCORE)
     mean = torch.zeros(len(counts), dtype=torch.double).index_add_(0, step, limited) / sizes
     # rounding must not put a step before the one that leads to it
-    return mean.cummin(0).values, cost, counts
+    return mean.cummin(0).values
 
 
 def value_per_parameter(energy_R: Tensor, curve: CostCurve) -> Tensor:
@@ -89,9 +130,13 @@ def value_per_parameter(energy_R: Tensor, curve: CostCurve) -> Tensor:
 
 def uniform_allocation(curves: Sequence[CostCurve], room: int) -> list[int]:
     """Components kept per matrix when every matrix keeps the same fraction (FAC, AGP)."""
+    groups = _groups(curves)
+    return _each(groups, _uniform([_joint(curves, group) for group in groups], room))
 
+
+def _uniform(curves: Sequence[CostCurve], room: int) -> list[int]:
     def at(fraction: float) -> list[int]:
-        counts = [int(fraction * curve.num_components) // curve.multiple * curve.multiple for curve in curves]
+        counts = [_at_most(curve, int(fraction * curve.num_components)) for curve in curves]
         # a dense matrix keeps all components
         return [c.num_components if c(k) == c.cap else k for c, k in zip(curves, counts, strict=True)]
 
@@ -115,3 +160,10 @@ def uniform_allocation(curves: Sequence[CostCurve], room: int) -> list[int]:
         _, i, after = min(steps)
         room -= curves[i](after) - curves[i](counts[i])
         counts[i] = after
+
+
+def _at_most(curve: CostCurve, k: int) -> int:
+    """The largest allowed count up to `k`, but never fewer components than must be kept."""
+    if not curve.width:
+        return k // curve.multiple * curve.multiple
+    return max((count for count in curve.allowed_counts().tolist() if count <= k), default=curve.least_count)

@@ -41,6 +41,11 @@ class CostCurve:
     """An export keeps a multiple of this number of components, or all of them."""
     dense_from: int | None = None
     """Parameters from which low rank is slower than dense, so that the matrix is exported dense. Default: `cap`."""
+    width: str = ""
+    """Matrices with the same word here keep the same number of components, at least the first that is allowed: a width
+    that a model's configuration has one number for. Without a word a matrix is on its own and may lose everything."""
+    counts: tuple[int, ...] = ()
+    """The only numbers of components that an export may keep, ascending. Default: all that `multiple` allows."""
 
     def __call__(self, k: int) -> int:
         """Parameters of the matrix exported with k components."""
@@ -68,6 +73,8 @@ class CostCurve:
 
         Between low rank and dense there is none: an allocation takes that step as a whole.
         """
+        if self.counts:
+            return torch.tensor(self.counts)
         counts = torch.arange(self.multiple, self.num_components + self.multiple, self.multiple)
         counts = counts.clamp(max=self.num_components)
         low_rank = self._low_rank(counts.clamp(max=self._peak))
@@ -76,6 +83,8 @@ class CostCurve:
 
     def next_count(self, k: int) -> int:
         """The allowed count after `k`; all components where the matrix becomes dense there."""
+        if self.counts:
+            return next((count for count in self.counts if count > k), self.counts[-1])
         after = min(k + self.multiple, self.num_components)
         return self.num_components if self(after) == self.cap else after
 
@@ -84,6 +93,11 @@ class CostCurve:
         counts = self.allowed_counts()
         fitting = counts[self.costs(counts) <= room]
         return int(fitting[-1]) if len(fitting) else 0
+
+    @property
+    def least_count(self) -> int:
+        """The fewest components that an export keeps."""
+        return int(self.allowed_counts()[0]) if self.width else 0
 
     @property
     def _peak(self) -> int:
@@ -141,6 +155,11 @@ class SizeAccount:
     def fixed(self) -> int:
         """Parameters outside of planned matrices, which stay."""
         return self.dense - self.prunable
+
+    @property
+    def smallest(self) -> int:
+        """The size with the fewest components that an export keeps."""
+        return self.size([curve.least_count for curve in self.curves])
 
     def size(self, counts: Sequence[int]) -> int:
         """The exported size with `counts[i]` components of matrix i kept."""
@@ -221,14 +240,16 @@ class Budget:
         else:
             assert self.params is not None
             limit = int(self.params)
-        if limit < account.fixed:
+        if limit < account.smallest:
             raise OutOfReachError(self._too_small(limit, account))
         return limit
 
     def _too_small(self, limit: int, account: SizeAccount) -> str:
-        floor = account.fixed
+        floor = account.smallest
+        widths = {curve.width: curve.least_count for curve in account.curves if curve.width}
+        kept = "".join(f", and {n} {width} of every layer" for width, n in widths.items())
         text = (
-            f"The budget must be at least {floor:,} parameters (what is not in the plan), "
+            f"The budget must be at least {floor:,} parameters (what is not in the plan{kept}), "
             f"but asks for {max(limit, 0):,} of {account.dense:,}. "
         )
         if account.left_out:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
+from rankwise.core.widths import WidthMatrix, WidthSite
 from rankwise.lazy import lazy_weight
 from rankwise.modules import Pair, scaling_of
 from rankwise.swap import become, copied
@@ -99,6 +100,9 @@ def install(model: nn.Module, site: Site, matrix: GatedMatrix) -> None:
             become(module, GatedEmbedding(matrix, words.padding_idx, scaling_of(words)))
         else:
             become(module, GatedLinear(matrix, bias_of(module, use)))
+    if isinstance(site, WidthSite):
+        assert isinstance(matrix, WidthMatrix)
+        matrix.feeders = site.feeding(model)
 
 
 def gated_layers(model: nn.Module) -> list[GatedLayer]:
@@ -117,4 +121,6 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
         # an output layer is tied to its embedding, so that one is made first
         for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
             plain[layer] = layer.plain(export, memo).train(layer.training)
+        if isinstance(matrix, WidthMatrix):
+            plain.update(matrix.narrow_feeders(kept))
     return copied(model, memo, plain)

@@ -26,7 +26,7 @@ from rankwise.core.exports import (
     SelectedExport,
     rounding_error,
 )
-from rankwise.core.gates import Gate
+from rankwise.core.gates import Gate, Mask
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
@@ -154,13 +154,18 @@ class InputGatedMatrix(GatedMatrix):
     The special case P = W, Q = I of a factorized matrix.  Paper: footnote of section 4.1.
     """
 
-    def __init__(self, weight_OI: nn.Parameter, gate: Gate) -> None:
+    def __init__(self, weight_OI: nn.Parameter, gate: Gate, cost_curve: CostCurve | None = None) -> None:
         shape = (weight_OI.shape[0], weight_OI.shape[1])
-        super().__init__(shape, gate, input_gated_curve(shape))
+        super().__init__(shape, gate, cost_curve or input_gated_curve(shape))
         self.w = weight_OI
 
+    def columns_mask(self) -> tuple[Tensor | None, Tensor | None]:
+        """z of each column, and the indices of the columns to multiply; None as in `Mask`."""
+        mask: Mask = self.gate()
+        return mask
+
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:
-        z_I, active = self.gate()
+        z_I, active = self.columns_mask()
         w_OI: Tensor = self.w
         if active is not None:
             x_BI, w_OI = x_BI.index_select(-1, active), w_OI.index_select(1, active)
@@ -171,7 +176,7 @@ class InputGatedMatrix(GatedMatrix):
         raise NotImplementedError("an embedding has no input features to prune")
 
     def weight(self) -> Tensor:
-        return _scale(self.w, self.gate().z)
+        return _scale(self.w, self.columns_mask()[0])
 
     def magnitudes(self) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(self.w.detach().float(), dim=0)

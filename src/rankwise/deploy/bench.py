@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -190,20 +191,22 @@ def bench(
         make_tokens: from batch and length to tokens.
         tell: called with every case before it is timed.
     """
-    parameters = {name: count(model) for name, model in models.items()}
     plain, more = _variants(models, config)
-    rows = []
-    for name in config.engines:
+    rows: list[dict[str, Any]] = []
+    for name, batch, threads in product(config.engines, config.batches, config.counts):
+        case = {"engine": name, "batch": batch, "length": config.length, "device": config.device, "threads": threads}
+        tell(words(case))
+        tokens_BT = make_tokens(batch, config.length).to(config.device)
         # other engines quantize by themselves
         run = plain | more if name == "torch" else plain
-        for batch in config.batches:
-            tokens_BT = make_tokens(batch, config.length).to(config.device)
-            for num_threads in config.counts:
-                case = {"engine": name, "batch": batch, "length": config.length, "device": config.device}
-                case["threads"] = num_threads
-                tell(words(case))
-                with _threads(num_threads):
-                    rows += _time(case, run, parameters, tokens_BT, config.repeats)
+        with _threads(threads):
+            prepare = engine(name, config.device).prepare
+            calls = {" ".join(key): prepare(model, (tokens_BT,)) for key, model in run.items()}
+            timings = time_together(calls, repeats=config.repeats, device=tokens_BT.device)
+        first = next(iter(timings.values()))
+        for (model, precision), timing in zip(run, timings.values(), strict=True):
+            row = {"model": model, "precision": precision, "parameters": count(models[model]), **case}
+            rows.append({**row, "milliseconds": asdict(timing), "speed": first.median / timing.median})
     return rows
 
 
@@ -229,20 +232,6 @@ class Autocast(nn.Module):
     def forward(self, *inputs: Tensor) -> object:
         with torch.autocast("cuda", torch.bfloat16):
             return self.model(*inputs)
-
-
-def _time(
-    case: Mapping[str, Any], models: Variants, parameters: Mapping[str, int], tokens_BT: Tensor, repeats: int
-) -> list[dict[str, Any]]:
-    prepare = engine(case["engine"], case["device"]).prepare
-    calls = {" ".join(key): prepare(model, (tokens_BT,)) for key, model in models.items()}
-    timings = time_together(calls, repeats=repeats, device=tokens_BT.device)
-    first = next(iter(timings.values()))
-    rows = []
-    for (name, precision), timing in zip(models, timings.values(), strict=True):
-        row = {"model": name, "precision": precision, "parameters": parameters[name], **case}
-        rows.append({**row, "milliseconds": asdict(timing), "speed": first.median / timing.median})
-    return rows
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -35,8 +35,10 @@ from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
+from rankwise.methods.width import Width
+from rankwise.narrow import oneshot_method
 from rankwise.oneshot import compress, default_plan
-from rankwise.pruner import size_account
+from rankwise.sizes import plan_for_method, size_account
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
@@ -126,6 +128,7 @@ def compress_folder(
     out: str | Path,
     *,
     calibration: Calibration | None = None,
+    method: Literal["svd", "width"] = "svd",
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
     embeddings: bool = False,
@@ -143,7 +146,7 @@ def compress_folder(
     Args:
         budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
         calibration: text on which outputs are measured; without it the SVD of the weights.
-        layout, target, embeddings: as for `rankwise.compress`.
+        method, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
         overwrite: replace a model that was saved under this name before.
         device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
@@ -160,11 +163,11 @@ def compress_folder(
         return model.to(device=find_device(device, model), dtype=dtype)
 
     model = load()
-    plan = default_plan(model, embeddings=embeddings, exclude=exclude)
-    work = _Work(model, budget, plan, find_target(target, model), layout, prepare and prepare(model), listener)
-    first = work.attempt(model, "global")
+    plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
+    work = _Work(model, budget, plan, where, how, prepare and prepare(model), listener)
+    best = first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
-    best = first
     if first.quality is not None and first.quality.is_bad:
         listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
         # one of the two models at a time is in memory
@@ -190,20 +193,23 @@ class _Work:
         budget: Budget,
         plan: Plan,
         target: Target,
-        layout: Literal["pair", "pivot"] | None,
+        method: Svd | Width,
         data: Data | None,
         listener: Listener,
     ) -> None:
+        if isinstance(method, Width):
+            plan = plan_for_method(model, plan, method)
         if budget.latency_ms is not None:
             budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
         self.budget = budget
-        self.account = size_account(model, plan, Svd(layout=layout or target.layout), target, trained=True)
+        self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
         for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
             listener.say(line)
         self.settings: dict[str, Any] = {
             "plan": plan,
-            "layout": layout,
+            "method": method.name,
+            "layout": method.layout if isinstance(method, Svd) else None,
             "target": target,
             "progress": listener.progress,
         }

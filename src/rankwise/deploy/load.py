@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +127,15 @@ class _Folder:
             places = self._places(skeleton, instead)
             values = self._read_tensors(places) if with_weights else self._empty_tensors()
         placed = self._placed(places, values)
-        casts = list(self._casts(skeleton))
+        # buffers that are not saved, in the dtypes that they had in the saved model
+        casts = [
+            slot._replace(holds=slot.holds.to(self.computed[slot.name]))
+            for slot in slots(skeleton, computed=True)
+            if slot.name in self.computed and slot.holds.is_floating_point()
+        ]
 
-        for slot in places:
+        for slot in (*(slot._replace(holds=placed[self._stored_as(slot)]) for slot in places), *casts):
             # by attribute: in older versions of torch a recurrent layer lists its weights beside the registry
-            setattr(slot.module, slot.key, placed[self._stored_as(slot)])
-        for slot in casts:
             setattr(slot.module, slot.key, slot.holds)
         for module in list({id(module): module for _, module in walk(skeleton)}.values()):
             if id(module) in instead:
@@ -209,13 +211,6 @@ class _Folder:
                     value = nn.Parameter(value, trainable and slot.holds.requires_grad)
                 placed[name] = value
         return placed
-
-    def _casts(self, skeleton: nn.Module) -> Iterator[Slot]:
-        """Buffers that are not saved, in the dtypes that they had in the saved model."""
-        for slot in slots(skeleton, computed=True):
-            dtype = self.computed.get(slot.name)
-            if dtype is not None and slot.holds.is_floating_point():
-                yield slot._replace(holds=slot.holds.to(dtype))
 
 
 def replacements(layers: dict[str, Layer], skeleton: nn.Module) -> dict[int, nn.Module]:

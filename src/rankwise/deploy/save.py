@@ -55,10 +55,23 @@ def save(
     check_unrounded(model)
     tied = ties_of(model)
     stored = {name: tensor for name, _, _, tensor in slots(model) if name not in tied}
+    computed = slots(model, computed=True)
     _check(model, stored)
     if check_finite:
         refuse_nonfinite({name: tensor for name, tensor in stored.items() if isinstance(tensor, nn.Parameter)})
-    structure = _described(model, stored, tied)
+    structure = {
+        "format": FORMAT,
+        "version": VERSION,
+        "rankwise": OWN_VERSION,
+        "torch": str(torch.__version__),
+        "model": type(model).__name__,
+        "dense": describe(model),
+        "parameters": count(model),
+        "layers": {name: to_json(layer) for name, layer in layers_of(model).items()},
+        "tensors": {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in stored.items()},
+        "tied": tied,
+        "computed": {s.name: dtype_name(s.holds.dtype) for s in computed if s.holds.is_floating_point()},
+    }
     target = Path(folder).resolve()
     check_target(target, overwrite)
     with whole_folder(target) as unfinished:
@@ -136,27 +149,6 @@ def refuse_nonfinite(parameters: Mapping[str, Tensor]) -> None:
                 f"Saved weights must be finite, but {bad:,} of the {values.numel():,} numbers of {name} are NaN or "
                 "infinite. Go back to a checkpoint before that, or pass check_finite=False to save them as they are."
             )
-
-
-def _described(model: nn.Module, stored: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Any]:
-    tensors = {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in stored.items()}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "rankwise": OWN_VERSION,
-        "torch": str(torch.__version__),
-        "model": type(model).__name__,
-        "dense": describe(model),
-        "parameters": count(model),
-        "layers": {name: to_json(layer) for name, layer in layers_of(model).items()},
-        "tensors": tensors,
-        "tied": tied,
-        "computed": {
-            name: dtype_name(buffer.dtype)
-            for name, _, _, buffer in slots(model, computed=True)
-            if buffer.is_floating_point()
-        },
-    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

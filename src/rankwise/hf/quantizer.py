@@ -127,7 +127,11 @@ class RankwiseQuantizer(HfQuantizer):
             *(model._keys_to_ignore_on_load_missing or ()),
             *map(re.escape, self.copied),
         ]
-        _mark_initialized(model, set(saved.layers))
+        # keep transformers from initializing changed layers through their parents, which expect the unchanged ones
+        for name, module in model.named_modules():
+            holds = any(each.startswith(f"{name}.") or not name for each in saved.layers)
+            if holds and not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                module._is_hf_initialized = True
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -182,14 +186,6 @@ def _check_weights(paths: Sequence[Path], files: Mapping[str, str]) -> None:
     for name in files.keys() - given:
         if groups[name] != name and groups[name] in {groups[each] for each in given}:
             raise damaged(paths[0].with_name(name), "the index of the shards does not name it")
-
-
-def _mark_initialized(model: PreTrainedModel, changed: set[str]) -> None:
-    """Keep transformers from initializing changed layers through their parents, which expect the unchanged ones."""
-    for name, module in model.named_modules():
-        holds = any(each.startswith(f"{name}.") or not name for each in changed)
-        if holds and not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            module._is_hf_initialized = True
 
 
 def _check_layer(model: PreTrainedModel, name: str) -> None:

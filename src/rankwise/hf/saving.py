@@ -239,6 +239,11 @@ def _card(
     low_rank = f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank"
     if ranks:
         low_rank += f", of rank {min(ranks)} to {max(ranks)}; `config.json` lists them"
+    # as its class builds it: stock transformers loads it
+    tag, first, how = "", "", "; whatever loads this kind of model loads it"
+    if entry_of(model) is not None:
+        tag, how = ", low-rank", ", which writes\nweight matrices as products of two smaller ones"
+        first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
     # a JSON string is a YAML string too, and one of Python
     base = f"\nbase_model: {json.dumps(base_model)}" if base_model else ""
     sizes = "The size of the dense model was not given."
@@ -253,17 +258,15 @@ def _card(
     return f"""\
 ---
 library_name: transformers
-tags: [rankwise, pruning, low-rank]{base}
+tags: [rankwise, pruning{tag}]{base}
 ---
 
 # {name}
 
-{kind} with {achieved:,} parameters{f", made of {base_model}" if base_model else ""} by rankwise {VERSION}, which writes
-weight matrices as products of two smaller ones.
+{kind} with {achieved:,} parameters{f", made of {base_model}" if base_model else ""} by rankwise {VERSION}{how}.
 
 ```python
-import rankwise.hf  # pip install ".[hf]" in a clone of rankwise
-from transformers import {kind}
+{first}from transformers import {kind}
 
 model = {kind}.from_pretrained({json.dumps(name)})
 ```

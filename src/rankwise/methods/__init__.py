@@ -1,4 +1,4 @@
-"""The methods by name: the paper's six and one-shot SVD. How to add one: README.md of this folder."""
+"""The methods by name: the paper's six, one-shot SVD, and whole neurons and heads. To add one: README.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rankwise.methods.base import Method
 from rankwise.methods.paper import Agp, Dense, Fac, FlopAgp, FlopL0, NpL0
 from rankwise.methods.representations import Factorized
 from rankwise.methods.svd import Svd
+from rankwise.methods.width import Width, WidthL0
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, FlopAgp, FlopL0, Svd)}
+METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, FlopAgp, FlopL0, Svd, Width, WidthL0)}
 
 
 def make_method(name: str, **settings: object) -> Method:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.budget import CostCurve, SizeAccount
+from rankwise.core.budget import Budget, CostCurve, SizeAccount
 from rankwise.core.calibrate import second_moments
 from rankwise.core.controller import Controller
 from rankwise.core.factorize import Factors, Moments, random, svd, svd_energy, svd_of_pair
@@ -18,6 +18,7 @@ from rankwise.core.gates import Gate
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Plan, Site, Source
 from rankwise.core.targets import Target
+from rankwise.errors import InvalidValueError
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Factorizer:
     """Makes factors of the given rank for the matrix of a site."""
     keeps_weight: bool
     """Whether P Q approximates the matrix; otherwise the factors are random."""
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    """Calibration statistics by the name of a site, if there are any."""
 
 
 def make_factorizer(
@@ -38,7 +41,11 @@ def make_factorizer(
         generator = torch.Generator().manual_seed(seed)
         return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps_weight=False)
     moments = second_moments(model, plan, calibration) if calibration is not None else {}
-    return Factorizer(lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)), keeps_weight=True)
+    return Factorizer(
+        lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)),
+        keeps_weight=True,
+        moments=moments,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +61,14 @@ class Method(ABC):
     """Whether sizes count non-zero weights, because matrices keep their shape."""
     splits_pairs: ClassVar[bool] = False
     """Whether the two matrices of a low-rank pair are pruned separately."""
+    prunes_widths: ClassVar[bool] = False
+    """Whether neurons and heads are pruned instead of matrices, to one width for all layers."""
     prunes: ClassVar[bool] = True
     """Whether the method prunes at all, so that a plan without any matrix is a mistake."""
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise if this method cannot keep to such a budget."""
+        return None
 
     def skip_reason(self, site: Site) -> str | None:
         """Why this method cannot prune `site`, or None if it can."""
@@ -79,6 +92,12 @@ class Method(ABC):
     def overhead_bytes(self, site: Site) -> int:
         """The bytes that an exported `site` saves in addition to its parameters."""
         return 0
+
+    def limit_ranks(self, account: SizeAccount, max_rank: int) -> SizeAccount:
+        """The sizes of a model whose matrices start with `max_rank` components at most."""
+        raise InvalidValueError(
+            f"`max_rank` goes with methods that factorize matrices, but {self.name!r} does not. Leave it out."
+        )
 
     def fix_ranks(self, account: SizeAccount, limit: int) -> SizeAccount:
         """The account with the ranks that are chosen before training, for methods that choose them then."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from rankwise.core.budget import CostCurve
+from rankwise.core.budget import CostCurve, SizeAccount
 from rankwise.core.factorize import same_size_rank
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import (
@@ -38,6 +38,10 @@ class Factorized(Method):
         getattr(super(), "__post_init__", lambda: None)()
         if self.layout not in ("pair", "pivot"):
             raise InvalidValueError(f'`layout` must be "pair" or "pivot", but is {self.layout!r} instead.')
+
+    def limit_ranks(self, account: SizeAccount, max_rank: int) -> SizeAccount:
+        limited = (replace(curve, num_components=min(curve.num_components, max_rank)) for curve in account.curves)
+        return replace(account, curves=tuple(limited))
 
     def refactors(self, trained: bool) -> bool:
         """Whether a low-rank pair of the model is factorized again instead of being used as it is."""

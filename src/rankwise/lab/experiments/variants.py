@@ -34,7 +34,8 @@ from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
-from rankwise.pruner import Pruner, plan_for_method, size_account
+from rankwise.pruner import Pruner
+from rankwise.sizes import plan_for_method, size_account
 
 DENSE = "dense"
 """The row that the others are compared with: the base, or its control (`Experiment.reference`)."""

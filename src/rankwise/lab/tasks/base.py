@@ -26,7 +26,7 @@ from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
 from rankwise.methods import METHODS, make_method
 from rankwise.methods.base import Method
-from rankwise.pruner import Init, plan_for_method, size_account
+from rankwise.sizes import Init, plan_for_method, size_account
 
 RAMP = 0.25
 """Share of the steps from the base on in which a size is reached, where nothing says how many."""

@@ -28,7 +28,7 @@ from rankwise.lab.training.config import LoopConfig, TuningConfig, check_whole
 from rankwise.lab.training.objective import Objective
 from rankwise.methods.base import Method
 from rankwise.oneshot import sampled_loss
-from rankwise.pruner import Init
+from rankwise.sizes import Init
 
 RAMP_STEPS = 1_000
 """The ramp of a method that is not yet fitted to a number of examples."""

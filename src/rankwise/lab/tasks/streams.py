@@ -32,7 +32,7 @@ from rankwise.lab.tasks.language import LanguageModel, StreamObjective, evaluate
 from rankwise.lab.training.config import TrainingConfig
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices
-from rankwise.pruner import plan_for_method, size_account
+from rankwise.sizes import plan_for_method, size_account
 
 OUTPUT_LAYERS = {"output": "head", "head": "output"}
 """What one of our architectures calls its output layer, and what the other does."""

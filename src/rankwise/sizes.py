@@ -1,0 +1,93 @@
+"""What `Pruner` and `compress` do before they change a model: check arguments, fit the plan, and add up sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+
+from rankwise.adapters.plans import check_plan, find_plan, split_pairs
+from rankwise.adapters.widths import find_widths
+from rankwise.core.budget import Budget, SizeAccount, Storage, count
+from rankwise.core.distributed import is_wrapper
+from rankwise.core.plan import LeftOut, Plan, check_not_empty, left_out, refusal
+from rankwise.core.targets import Target, find_target
+from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError
+from rankwise.methods.base import Method
+from rankwise.split import all_split
+
+Init = Literal["svd", "whitened", "random"]
+
+
+def size_account(
+    model: nn.Module,
+    plan: Plan,
+    method: Method,
+    target: Target | None = None,
+    rank_multiple: int | None = None,
+    *,
+    trained: bool,
+) -> SizeAccount:
+    """The sizes of a model under a plan; `target` is by default the device that the model is on."""
+    target = target or find_target(None, model)
+    saved = set(model.state_dict())
+    storage = Storage(
+        dtypes=frozenset(p.dtype for p in model.parameters()),
+        buffers=tuple((b.numel(), b.dtype) for name, b in model.named_buffers() if name in saved),
+        overhead=sum(method.overhead_bytes(site) for site in plan.sites),
+    )
+    curves = tuple(
+        method.for_target(site, method.cost_curve(site, trained=trained), target, rank_multiple) for site in plan.sites
+    )
+    share, which = left_out(model, plan)
+    text = f"{share:.1%} of the parameters: {which}" if which else ""
+    return SizeAccount(count(model), plan.params, curves, None if method.counts_nonzeros else storage, text)
+
+
+def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan:
+    """The plan without the sites that the method cannot prune; raises if none is left."""
+    if method.prunes_widths:
+        return find_widths(model, heads=getattr(method, "heads", True), within=plan)
+    if plan is None:
+        plan = find_plan(model)
+    else:
+        check_plan(model, plan)
+    if method.splits_pairs:
+        plan = split_pairs(plan)
+    with all_split(model):
+        reasons = {site: reason for site in plan.sites if (reason := method.skip_reason(site) or refusal(model, site))}
+    skipped = [LeftOut(site.name, site.params, reason) for site, reason in reasons.items()]
+    plan = plan.only([site for site in plan.sites if site not in reasons], skipped)
+    if method.prunes:
+        check_not_empty(plan)
+    return plan
+
+
+def check_arguments(
+    model: nn.Module,
+    budget: Budget,
+    init: Init,
+    calibration: Iterable[Any] | None,
+    rank_multiple: int | None,
+    seed: int,
+    max_rank: int | None = None,
+) -> None:
+    """Raise if an argument is of the wrong type or out of range."""
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
+    for name, module in model.named_modules():
+        if is_wrapper(module):
+            raise PlanError(
+                f"`model` must be gated before it is wrapped for several devices, but {name or 'it'} is a "
+                f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
+            )
+    if not isinstance(budget, Budget):
+        raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
+    if init not in ("svd", "whitened", "random"):
+        raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
+    if (init == "whitened") != (calibration is not None):
+        raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
+    for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
