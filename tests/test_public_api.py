@@ -156,6 +156,8 @@ def test_importing_starts_no_compiler(imported: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_can_be_imported(name: str) -> None:
+    if name in ("rankwise.serve.config", "rankwise.serve.methods"):
+        pytest.importorskip("vllm", reason="these are imported by vLLM alone: make test-vllm")
     assert importlib.import_module(name).__doc__
 
 

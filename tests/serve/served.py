@@ -72,6 +72,13 @@ def pruned(family: str, method: str = "flop-l0") -> hf.PreTrainedModel:
     return pruner.compact().eval()  # type: ignore[return-value]
 
 
+def narrowed(family: str) -> hf.PreTrainedModel:
+    """Fewer neurons and heads: a stock model, which the plugin has no part in."""
+    tokens = torch.randint(3, WORDS, (8, 9), generator=torch.Generator().manual_seed(0))
+    small = rw.compress(build(family), rw.Budget(removed=0.2), tokens.split(2), method="width")
+    return small  # type: ignore[return-value]
+
+
 def mixed() -> hf.PreTrainedModel:
     """Pairs, pivots and dense matrices in one merged layer; one head of keys and values, copied by two devices."""
     model: Any = build("llama", num_key_value_heads=1)

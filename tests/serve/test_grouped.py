@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.serve.grouped import Second, grouped_pair
+from rankwise.serve.grouped import Second, fused_group, grouped_pair
 
 SIZES = st.tuples(st.sampled_from(["dense", "pair", "pivot"]), st.integers(1, 7), st.integers(0, 7))
 
@@ -40,6 +40,7 @@ def test_a_group_is_the_product_with_each_matrix(
     b = torch.randn(len(whole), dtype=torch.float64) if bias else None
     y = grouped_pair(x, torch.cat(firsts), seconds, b)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, whole, b))
+    torch.testing.assert_close(fused_group(torch.cat(firsts), seconds)(x), torch.nn.functional.linear(x, whole))
 
 
 def test_neither_rankwise_nor_the_entry_point_imports_vllm() -> None:

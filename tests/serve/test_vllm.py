@@ -18,13 +18,15 @@ from torch import Tensor
 import rankwise as rw
 from rankwise.files import sealed
 from tests.serve.engine import NEW_TOKENS
-from tests.serve.served import CONFIGS, NEEDS_VLLM, PROMPTS, ask, build, mixed, one_shot, pruned, save
+from tests.serve.served import CONFIGS, NEEDS_VLLM, PROMPTS, ask, build, mixed, narrowed, one_shot, pruned, save
 
 pytestmark = [NEEDS_VLLM, pytest.mark.filterwarnings("ignore:.* of the gates had not decided")]
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama mixed": mixed,
     "llama np-l0": lambda: pruned("llama", "np-l0"),
+    "llama width": lambda: narrowed("llama"),
+    "qwen3 width": lambda: narrowed("qwen3"),
 }
 for _family in CONFIGS:
     MODELS[f"{_family} pair"] = lambda family=_family: one_shot(family, "pair")  # type: ignore[misc]

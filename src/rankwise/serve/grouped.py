@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rankwise.kernels.low_rank import LowRankGroup, Part
+
 
 class Second(NamedTuple):
     """The second factor of one part."""
@@ -41,3 +43,15 @@ def second_product(z_BK: Tensor, part: Second, bias: Tensor | None = None) -> Te
     if part.p_OK is not None and part.places_O is not None:
         z_BK = torch.cat([z_BK, F.linear(z_BK, part.p_OK)], -1).index_select(-1, part.places_O)
     return z_BK if bias is None else z_BK + bias
+
+
+def fused_group(q_RI: Tensor, parts: Sequence[Second]) -> LowRankGroup:
+    """The same products by the kernels for a GPU, with weights of their own; a dense part is one of pivots alone."""
+    firsts = torch.split(q_RI.detach(), [part.rows for part in parts])
+    fused = []
+    for q_KI, part in zip(firsts, parts, strict=True):
+        if part.p_OK is None:
+            fused.append(Part(q_KI, q_KI.new_empty(0, part.rows), torch.arange(part.rows, device=q_KI.device)))
+        else:
+            fused.append(Part(q_KI, part.p_OK, part.places_O))
+    return LowRankGroup(fused)

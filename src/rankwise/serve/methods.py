@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotEmbedding
 from rankwise.errors import CheckpointError
-from rankwise.serve.grouped import Second, grouped_pair, second_product
+from rankwise.serve.grouped import Second, fused_group, grouped_pair, second_product
 from rankwise.serve.weights import AGAIN, GroupedWeights, Missing, Part, Span, WordWeights, receiver
 
 
@@ -49,9 +49,18 @@ class LowRankLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.missing.check()
+        first = getattr(layer, "0").weight
+        layer.fused = fused_group(first, [factor.value for factor in layer.second]) if first.is_cuda else None
+        if layer.fused is not None:
+            # the group has them now
+            for weight in (first, *layer.second.parameters()):
+                weight.data = weight.data.new_empty(0)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return grouped_pair(x, getattr(layer, "0").weight, [factor.value for factor in layer.second], bias)
+        if layer.fused is None:
+            return grouped_pair(x, getattr(layer, "0").weight, [factor.value for factor in layer.second], bias)
+        y: Tensor = layer.fused(x)
+        return y if bias is None else y + bias
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> Any:
         # the folder holds this head itself
