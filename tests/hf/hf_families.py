@@ -88,13 +88,17 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama": lambda: causal(hf.LlamaConfig(**DECODER)),
     "llama-tied": lambda: causal(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
     "qwen2": lambda: causal(hf.Qwen2Config(**DECODER, tie_word_embeddings=True)),
+    "qwen3": lambda: causal(hf.Qwen3Config(**DECODER, head_dim=8, tie_word_embeddings=True)),
+    "mistral": lambda: causal(hf.MistralConfig(**DECODER)),
+    "phi3": lambda: causal(hf.Phi3Config(**DECODER)),
+    "olmo2": lambda: causal(hf.Olmo2Config(**DECODER)),
     "gemma": lambda: causal(hf.Gemma3TextConfig(**DECODER, head_dim=8)),
     "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)),
     "t5": t5,
     "t5-gated": lambda: t5(feed_forward_proj="gated-gelu"),
 }
-TIED = ["bert-mlm", "roberta-mlm", "deberta-v2", "gpt2", "llama-tied", "qwen2", "t5"]
-GENERATING = ["gpt2", "llama", "llama-tied", "qwen2", "t5"]
+TIED = ["bert-mlm", "roberta-mlm", "deberta-v2", "gpt2", "llama-tied", "qwen2", "qwen3", "t5"]
+GENERATING = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "t5"]
 
 METHODS: dict[str, dict[str, Any]] = {
     "flop-l0": {"anneal_steps": 2},
