@@ -2,7 +2,7 @@
 
 To leave out the features S of y = W x, the other columns take over what they can predict of them. With C = E[x x^T] and
 H = C^-1 the squared error is then the trace of W_S (H_SS)^-1 W_S^T, which is what S is worth (Hassibi and Stork 1993,
-"Optimal Brain Surgeon"). Features are left out a few at a time, and the rest is valued anew each time, because of two
+"Optimal Brain Surgeon"). Features are left out a few at a time, and the rest is valued again each time, because of two
 features that are alike only one can go.
 
 Shapes: O = outputs, I = inputs, R = components, S = inputs of a component.
@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.core.factorize import Moments
 
 ROUNDS = 128
-"""At least this many times the rest is valued anew, if there are as many components."""
+"""At least this many times the rest is valued again, if there are as many components."""
 DAMPING = 1e-2
 """Each feature has this much noise of its own, as a share of its power, so that no sample is fitted too closely."""
 LEAST = 1e-8
