@@ -93,7 +93,7 @@ def compress(
         plan: which matrices are compressed; by default every linear layer, and with `embeddings` every embedding.
         layout: "pair", fast everywhere, or "pivot", smaller; by default that of `target`.
         rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
-        target: where the model will run, "cuda", "cpu" or "size" (the smallest file); by default the model's device.
+        target: where the model will run, as for `Pruner`; by default the device that it is on.
         example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global": the best components of the whole model; or "even": the same share of every matrix's rank.

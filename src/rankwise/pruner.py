@@ -80,7 +80,7 @@ class Pruner:
         rank_multiple: exported ranks are multiples of this number. Default: what is fast on `target`.
         max_rank: the number of components with which a matrix starts, at most. Fewer take less memory and time, but
             those of least energy are gone before training. Default: all.
-        target: where the compact model will run, "cuda", "cpu" or "size" for the smallest file
+        target: where the compact model will run: "cuda", "cpu", "onnx", "openvino", or "size" for the smallest file
             (`rankwise.core.targets`). Default: the device that `model` is on.
         seed: the seed of the gates' noise and of random factors.
         process_group: the group over which the gradients of gates are averaged. Default: the group of the

@@ -42,6 +42,20 @@ def test_a_multiple_is_a_power_of_two_and_a_small_step(full_rank: int) -> None:
     assert TARGETS["cpu"].rank_multiple(full_rank) == TARGETS["size"].rank_multiple(full_rank) == 1
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_keeps_the_budget_and_its_own_ranks(name: str) -> None:
+    target, model = TARGETS[name], DECODER.build()
+    plan, limit = rw.find_plan(model), round(0.6 * rw.count(model))
+    small = rw.compress(model, rw.Budget(params=limit), plan=plan, target=name)
+    assert 0.97 * limit < rw.count(small) <= limit
+    found = list(low_ranks(small, plan))
+    assert found
+    for shape, full_rank, rank in found:
+        assert rank % target.rank_multiple(full_rank) == 0 or rank == full_rank
+        dense = shape[0] * shape[1]
+        assert target.layout == "pivot" or rank * sum(shape) < target.faster_below * dense or rank == full_rank
+
+
 def low_ranks(model: nn.Module, plan: rw.Plan) -> Iterator[tuple[tuple[int, int], int, int]]:
     """The shape, the full rank and the rank of every planned matrix that is a pair."""
     for site in plan.sites:
@@ -143,7 +157,7 @@ def test_the_smallest_file_is_in_the_pivot_layout() -> None:
     "enter", [rw.compress, rw.Pruner, lambda m, b, target: rw.Pruner(m, b, "svd").compact(target=target)]
 )
 def test_a_target_that_does_not_exist_is_refused(enter: Any) -> None:
-    rule = "`target` must be one of cuda, cpu, size, but is 'gpu' instead."
+    rule = f"`target` must be one of {', '.join(TARGETS)}, but is 'gpu' instead."
     with pytest.raises(rw.RankwiseError, match=f"{rule} Did you mean 'cpu'.* Leave it out to compress for the device"):
         enter(make(), rw.Budget(removed=0.4), target="gpu")
 

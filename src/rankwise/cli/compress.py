@@ -49,8 +49,8 @@ PATIENCE_SECONDS = 15.0
     ),
     Argument(
         "--target WHERE",
-        "Where it will run, cuda or cpu, or size: the smallest file, in the pivot layout. Default: the device.",
-        Literal["cuda", "cpu", "size"],
+        "Where it will run: cuda, cpu, onnx, openvino; or size, the smallest file, in pivots. Default: the device.",
+        Literal["cuda", "cpu", "onnx", "openvino", "size"],
     ),
     Argument("--embeddings", "Compress embeddings too, and output layers tied to them."),
     Argument("--exclude NAME", "Leave out layers of this name. Repeatable.", default=[], several=True),
