@@ -100,8 +100,7 @@ def compress(
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
     batches = None if calibration is None else list(calibration)
-    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
-    _check(batches, loss, ranks)
+    _check(model, budget, batches, rank_multiple, loss, ranks)
     example = batches[0] if example is None and batches else example
     where = find_target(target, model)
     how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
@@ -127,7 +126,10 @@ def compress(
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
-def _check(batches: Sequence[Any] | None, loss: object, ranks: str) -> None:
+def _check(
+    model: nn.Module, budget: Budget, batches: Sequence[Any] | None, rank_multiple: int | None, loss: object, ranks: str
+) -> None:
+    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
     if ranks not in ("global", "even"):
         raise InvalidValueError(f'`ranks` must be "global" or "even", but is {ranks!r} instead.')
     if not callable(loss) and loss not in ("sampled", None):
