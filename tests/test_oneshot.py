@@ -113,13 +113,42 @@ def test_weights_of_outputs_are_their_mean_squared_gradients() -> None:
         for name, grad in zip(want, grads, strict=True):
             want[name] += grad.square().sum(0).float()
     for name in want:
-        torch.testing.assert_close(found[name], want[name])
+        torch.testing.assert_close(found[name].rows_O, want[name])
 
 
-def test_words_are_weighed_by_the_gradients_where_they_stand() -> None:
+def test_rows_of_an_embedding_weigh_their_lookups_and_features_the_gradients() -> None:
+    """The oracle: autograd, of what was looked up."""
     model, tokens = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)), torch.tensor([[1, 2], [1, 5]])
     weights = output_fisher(model, find_plan(model), [tokens], cross_entropy)["0"]
-    assert (weights > 0).tolist() == [False, True, True, False, False, True, False, False, False]
+    looked_up = model[0](tokens)
+    (g,) = torch.autograd.grad(cross_entropy(model[2](model[1](looked_up))), looked_up)
+    assert weights.rows_O is not None and weights.inputs_II is not None
+    assert weights.rows_O.tolist() == [0, 2, 1, 0, 0, 1, 0, 0, 0]
+    torch.testing.assert_close(weights.inputs_II, g.flatten(0, 1).t() @ g.flatten(0, 1) / 4)
+
+
+def test_weights_of_a_tied_table_are_the_cost_of_an_error_at_both_ends() -> None:
+    """Row w errs by e: n_w e^T G e at the look-ups and f_w e^T C e at the output layer, with f for n in both."""
+    table, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    head.weight = table.weight
+    model, tokens = nn.Sequential(table, nn.Tanh(), head), torch.tensor([[1, 2], [1, 5]])
+    weights = output_fisher(model, find_plan(model), [tokens], cross_entropy)["0"]
+    looked_up = table(tokens)
+    logits = head(torch.tanh(looked_up))
+    g, at_logits = torch.autograd.grad(cross_entropy(logits), [looked_up, logits])
+    assert weights.rows_O is not None and weights.inputs_II is not None
+    f = at_logits.square().sum((0, 1))
+    torch.testing.assert_close(weights.rows_O, f)
+    torch.testing.assert_close(weights.rows_O.sum() * weights.inputs_II, g.flatten(0, 1).t() @ g.flatten(0, 1))
+
+
+def test_drawn_answers_weigh_every_word_by_its_probability() -> None:
+    """The mean over all answers of the squared gradient of the cross entropy, p (1 - p), from one answer each."""
+    model, x = nn.Sequential(nn.Linear(4, 6)), torch.randn(5, 4)
+    loss = oneshot.sampled_loss(num_words=6)
+    found = output_fisher(model, find_plan(model), [x], loss, drawn=True)["0"]
+    p = model(x).softmax(-1)
+    torch.testing.assert_close(found.rows_O, (p * (1 - p)).sum(0).detach(), rtol=1e-4, atol=1e-5)
 
 
 class Aside(nn.Module):
@@ -209,7 +238,7 @@ def test_even_ranks_keep_the_same_share_of_every_matrix(spec: Spec, layout: Any,
 
 
 def test_other_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match='`ranks` must be "global" or "even", but is \'equal\' instead'):
+    with pytest.raises(ValueError, match='`ranks` must be "global", "even" or "blend", but is \'equal\' instead'):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), ranks="equal")  # type: ignore[arg-type]
 
 
@@ -261,7 +290,8 @@ def test_a_layer_is_weighed_by_the_calls_that_have_gradients() -> None:
     alone = nn.Sequential(model.first, nn.Tanh(), model.second)
     seen = [torch.tanh(model.first(x)).detach()]
     want = output_fisher(alone, find_plan(alone), seen, lambda output: output.square().sum())
-    torch.testing.assert_close([weights["first"], weights["second"]], [want["0"], want["2"]])
+    for name, same in (("first", "0"), ("second", "2")):
+        torch.testing.assert_close(weights[name].rows_O, want[same].rows_O)
 
 
 def test_a_model_without_any_gradient_is_refused() -> None:
@@ -295,9 +325,10 @@ def test_a_tied_table_of_which_the_loss_hears_only_the_words_is_weighed_by_them(
         output_fisher(model, find_plan(model), [tokens], lambda output: cross_entropy(output[0]))
         for model in (tied, untied)
     )
-    assert want["table"].any()
-    assert torch.equal(found["table"], want["table"])
-    assert not want["head"].any()
+    assert want["table"].rows_O is not None and want["table"].rows_O.any()
+    for name in ("rows_O", "inputs_II"):
+        assert torch.equal(getattr(found["table"], name), getattr(want["table"], name))
+    assert want["head"] == Moments()
 
 
 def test_moments_stop_after_the_last_use() -> None:
@@ -433,6 +464,7 @@ def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.Monk
 def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted while data run through: the model, and no more moments than a share of it."""
     monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    monkeypatch.setattr(oneshot, "FISHER_BYTES", 0)
     # what other tests have left behind need not be looked at again and again
     gc.collect()
     gc.freeze()
@@ -477,25 +509,51 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_by_default_embeddings_stay_and_errors_are_weighed_by_sampled_answers(name: str) -> None:
+def test_by_default_errors_are_weighed_by_sampled_answers(name: str) -> None:
     torch.manual_seed(0)
     model, x = Tagger(WRAPPED[name]), [torch.randint(0, 40, (3, 7)) for _ in range(4)]
-    small = rw.compress(model, rw.Budget(removed=0.2), x)
-    assert torch.equal(small.words.weight, model.words.weight)
-    plan = rw.find_plan(model, exclude=["words"])
-    same, blind = (
-        rw.compress(model, rw.Budget(removed=0.2), x, plan=plan, loss=loss) for loss in (oneshot.sampled_loss(), None)
+    small, same, blind = (
+        rw.compress(model, rw.Budget(removed=0.2), x, **settings)
+        for settings in ({}, {"loss": "sampled"}, {"loss": None})
     )
     states = [each.state_dict() for each in (small, same, blind)]
     assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
     assert any(key not in states[2] or not torch.equal(tensor, states[2][key]) for key, tensor in states[0].items())
 
 
-def test_an_embedding_is_compressed_where_it_is_asked_for() -> None:
-    small = rw.compress(Tagger(), rw.Budget(removed=0.5), embeddings=True, target="cpu")
-    assert not isinstance(small.words, nn.Embedding)
+class Text(nn.Module):
+    """A table of `num_words`, layers of 16 x 64 weights, and an output layer, which may share the table."""
+
+    def __init__(self, num_words: int, *, tied: bool) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(num_words, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, num_words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+
+@pytest.mark.parametrize(
+    "num_words, tied, embeddings, compressed",
+    [
+        (200, False, None, True),  # large
+        (6, False, None, False),  # small, and looked up only
+        (6, True, None, True),  # an output layer too
+        (200, False, False, False),
+        (200, True, False, False),
+        (6, False, True, True),
+    ],
+)
+def test_embeddings_are_compressed_where_they_are_large_or_tied_or_asked_for(
+    num_words: int, tied: bool, embeddings: bool | None, compressed: bool
+) -> None:
+    plan = oneshot.default_plan(Text(num_words, tied=tied), embeddings=embeddings)
+    assert any(use.name == "words" for site in plan.sites for use in site.uses) == compressed
+    assert any(item.name == "words" for item in plan.left_out) != compressed
+
+
+def test_an_embedding_that_must_stay_leaves_nothing_to_compress() -> None:
     with pytest.raises(rw.PlanError, match="words: an embedding, which embeddings=True .* compresses"):
-        rw.compress(nn.ModuleDict({"words": nn.Embedding(40, 16)}), rw.Budget(removed=0.5))
+        rw.compress(nn.ModuleDict({"words": nn.Embedding(40, 16)}), rw.Budget(removed=0.5), embeddings=False)
 
 
 def test_answers_that_no_loss_can_be_drawn_from_are_refused_with_the_way_out() -> None:

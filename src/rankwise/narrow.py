@@ -28,7 +28,7 @@ class CalibrationData(Protocol):
 
     model: nn.Module
     plan: Plan
-    weights: dict[str, Tensor]
+    weights: dict[str, Moments]
     """What the loss depends on; empty without a loss."""
     progress: Callable[[str, int, int], None]
 

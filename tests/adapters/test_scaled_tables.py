@@ -124,7 +124,8 @@ def test_words_weigh_what_an_error_of_their_unscaled_rows_costs(make: Any) -> No
     alike = Words(nn.Embedding(WORDS, WIDTH), tied=False, outside=SCALE)
     alike.load_state_dict(model.state_dict())
     found, want = (output_fisher(each, find_plan(each), [tokens()], cross_entropy) for each in (model, alike))
-    torch.testing.assert_close(found["table"], want["table"])
+    for name in ("rows_O", "inputs_II"):
+        torch.testing.assert_close(getattr(found["table"], name), getattr(want["table"], name))
 
 
 class Positions(nn.Embedding):

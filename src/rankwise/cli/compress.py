@@ -24,6 +24,7 @@ TITLES = {
     "factors": "Compressing layer by layer",
     "widths": "Valuing neurons and heads",
     "narrowing": "Narrowing layer by layer",
+    "refining": "Training block by block towards the dense model",
 }
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
@@ -33,8 +34,13 @@ PATIENCE_SECONDS = 15.0
     Argument("MODEL", "A folder of transformers, of a run or of `rankwise.save`; or a name on the hub.", required=True),
     Argument("--out FOLDER", "Where the compressed model is written; it must be new.", required=True),
     *BUDGET,
-    Argument("--calibration FILE", "A text like those the model is for; without it plain SVD.", Path),
-    Argument("--windows N", "Windows of it that are read. Default: 64.", int, 64),
+    Argument(
+        "--calibration FILE",
+        "A text like those the model is for, or none: plain SVD. Repeatable. Default: a decoder generates its own.",
+        default=[],
+        several=True,
+    ),
+    Argument("--windows N", "Windows of it that are read. Default: 256 on a GPU, otherwise 64.", int),
     Argument("--window N", "Tokens of a window. Default: 256.", int, 256),
     Argument(
         "--method METHOD",
@@ -52,7 +58,23 @@ PATIENCE_SECONDS = 15.0
         "Where it will run: cuda, cpu, onnx, openvino; or size, the smallest file, in pivots. Default: the device.",
         Literal["cuda", "cpu", "onnx", "openvino", "size"],
     ),
-    Argument("--embeddings", "Compress embeddings too, and output layers tied to them."),
+    Argument(
+        "--embeddings WHICH",
+        "Compress embeddings: yes, no, or auto: those that are large or tied to an output layer. Default: auto.",
+        Literal["auto", "yes", "no"],
+        "auto",
+    ),
+    Argument(
+        "--ranks HOW",
+        "global: by what the outputs lose; even; blend: between them; or auto: the best. Default: auto.",
+        Literal["auto", "global", "even", "blend"],
+        "auto",
+    ),
+    Argument(
+        "--refine STEPS",
+        "Steps by which each block is trained towards the dense one; 0: none. Default: 250 on a GPU.",
+        int,
+    ),
     Argument("--exclude NAME", "Leave out layers of this name. Repeatable.", default=[], several=True),
     Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which it fits.", default="auto"),
     Argument(
@@ -68,9 +90,10 @@ def compress(options: Options) -> None:
     """Make a model smaller at once, without training.
 
     Layer by layer and in place, in little more memory than the model itself. Ranks are shared out by what the
-    model's outputs lose; with --calibration outputs are measured on that text, of which some windows are kept
-    back: on them the last line compares the two models. Where much is lost, even ranks are tried too, and the
-    better model is kept. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
+    model's outputs lose on the calibration text, of which some windows are kept back: on them the last line
+    compares the two models. Where more than a tenth is lost, other ranks are tried too, and the best model is
+    kept. Then each block is trained for some steps to give what the dense one gives; a command that was stopped
+    goes on from the last block. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
     `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
     With --method width a decoder such as Llama, Mistral, Qwen or Gemma loses whole neurons and heads, equally many
     in every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed.
@@ -91,14 +114,17 @@ def compress(options: Options) -> None:
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = ("method", "layout", "target", "embeddings", "exclude", "overwrite", "device")
+    names = ("method", "layout", "target", "exclude", "ranks", "refine", "overwrite", "device")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    if options.calibration is not None:
-        settings["calibration"] = Calibration(
-            file=options.calibration, num_windows=options.windows, window=options.window
-        )
+    settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
+    texts = [Path(name) for name in options.calibration if name != "none"]
+    if texts or (not options.calibration and source.generates):
+        on_gpu = torch.cuda.is_available() and not options.device.startswith("cpu")
+        number = options.windows if options.windows is not None else 256 if on_gpu else 64
+        given: dict[str, Any] = {"num_windows": number, "window": options.window}
+        settings["calibration"] = Calibration(file=texts[0] if texts else None, also=tuple(texts[1:]), **given)
     with _listening() as listener:
         made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.json:
@@ -115,7 +141,7 @@ def _source(name: str) -> Source:
 
     own = open_own(Path(name))
     if own is not None:
-        return SavedModel(own.model, own.vocabulary, own.beside, lambda: open_model(name))
+        return SavedModel(name, own.model, own.vocabulary, own.beside, lambda: open_model(name))
     from rankwise.hf.loading import PretrainedModel
 
     return PretrainedModel(name)

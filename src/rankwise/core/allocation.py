@@ -7,6 +7,7 @@ fits. Matrices of a common width (`CostCurve.width`) are allocated as one, whose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -44,6 +45,18 @@ def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], roo
         queue = rest[matrix[rest] != matrix[rest[0]]] if len(rest) else rest
     kept = [int(counts[n - 1]) if n else 0 for n, (_, _, counts) in zip(taken.tolist(), steps, strict=True)]
     return _each(groups, kept)
+
+
+def blended_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int) -> list[int]:
+    """Components kept per matrix in proportion to the geometric mean of the global and the uniform allocation."""
+    both = zip(global_allocation(scores, curves, room), uniform_allocation(curves, room), strict=True)
+    shares = [math.sqrt(max(one, 1) * max(other, 1)) for one, other in both]
+    # component j of a matrix with share s is taken before those of lower s / j, so that all keep j in proportion to s
+    wanted = [
+        share / torch.arange(1, curve.num_components + 1, dtype=torch.double)
+        for share, curve in zip(shares, curves, strict=True)
+    ]
+    return global_allocation(wanted, curves, room)
 
 
 def _groups(curves: Sequence[CostCurve]) -> list[list[int]]:

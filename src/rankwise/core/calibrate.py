@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.blocks import StopForward
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Plan, Site, Use, get_module, words_of
 from rankwise.errors import DataError
@@ -47,14 +48,14 @@ def second_moments(
         if last_call is not None and name == last_call[0]:
             num_calls += 1
             if num_calls == last_call[1]:
-                raise _StopForward
+                raise StopForward
 
     number = 0
     with _watching(model, plan, on_call), torch.no_grad():
         for batch in batches:
             num_calls, last_call = 0, None if last_calls is None else last_calls[number]
             number += 1
-            with suppress(_StopForward):
+            with suppress(StopForward):
                 call_model(model, batch)
     if not number:
         raise DataError("`calibration` must hold at least one batch, but is empty.")
@@ -84,60 +85,134 @@ def count_calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
 
 
 def output_fisher(
-    model: nn.Module, plan: Plan, batches: Iterable[Any], loss: Callable[[Any], Tensor]
-) -> dict[str, Tensor]:
-    """How much the loss depends on each output of each site that is reached: E[(dL/dy)^2], by the site's name.
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    loss: Callable[[Any], Tensor],
+    *,
+    whole: bool = False,
+    drawn: bool = False,
+) -> dict[str, Moments]:
+    """How much the loss depends on the outputs y of each site that is reached, by the site's name.
 
-    To second order, and with outputs taken as independent, an error e of the outputs raises the loss by half of
-    sum_o E[(dL/dy_o)^2] e_o^2. This diagonal of the Fisher information makes errors of all matrices comparable.
+    To second order, an error e of the outputs raises the loss by half of the sum of e^T G e over calls, where G is the
+    sum of g g^T for g = dL/dy: the Fisher information, with inputs and gradients taken as independent. It makes errors
+    of all matrices comparable. With outputs taken as independent too, its diagonal is enough, `rows_O`.
+
+    The rows of an embedding are looked up, so that all features of a row err together: an error e of row w costs
+    n_w e^T G e, with n_w the number of look-ups and G = E[g g^T] of the gradients g of what they give. Of an embedding
+    that is an output layer too, the output layer's row weights f say how often words occur, those that the
+    calibration text lacks included; its `inputs_II` is then G sum(n) / sum(f), which adds to the second moments of the
+    output layer's inputs.
 
     Args:
         loss: the loss of what the model returns for a batch.
+        whole: measure all of G, not only its diagonal, except for sites with an embedding.
+        drawn: whether the loss is the summed cross entropy of answers that were drawn at random (`_probabilities`).
     """
-    words: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[str, _Outputs] = {}
+    lookups: dict[str, _Lookups] = {}
     without_grad: set[str] = set()
+
+    def sums(site: Site, use: Use, like: Tensor) -> _Lookups | _Outputs:
+        if use.is_embedding:
+            return lookups.setdefault(site.name, _Lookups(site, like))
+        # made once: a site may be called many times
+        if site.name not in outputs:
+            outputs[site.name] = _Outputs(site, like, whole=whole and not site.has_embedding, drawn=drawn)
+        return outputs[site.name]
+
     handles = [
-        get_module(model, use).register_forward_hook(
-            _squared_gradients(site, use, words if use.is_embedding else outputs, without_grad), with_kwargs=True
-        )
+        get_module(model, use).register_forward_hook(_watch_gradients(site, use, sums, without_grad), with_kwargs=True)
         for site in plan.sites
         for use in site.uses
     ]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in trainable:
+        for parameter in trained:
             parameter.requires_grad_(False)
         with evaluating(model), torch.enable_grad():
             for batch in batches:
-                value = loss(call_model(model, batch))
-                if value.requires_grad:
-                    value.backward()  # type: ignore[no-untyped-call]
+                found = loss(call_model(model, batch))
+                if found.requires_grad:
+                    found.backward()  # type: ignore[no-untyped-call]
     finally:
-        for parameter in trainable:
+        for parameter in trained:
             parameter.requires_grad_()
         for handle in handles:
             handle.remove()
-    if unseen := sorted(without_grad - outputs.keys() - words.keys()):
+    if unseen := sorted(without_grad - outputs.keys() - lookups.keys()):
         raise DataError(
             "`loss` must have a gradient at every matrix of the plan, but the model calls these under "
             f"`torch.no_grad()`: {', '.join(unseen)}. Exclude them from the plan, or leave `loss` out."
         )
-    # an embedding that is tied to an output layer is weighed as that layer, if the loss depends on it there
-    weights = {**outputs, **words, **{name: rows for name, rows in outputs.items() if rows.any()}}
-    for name, rows in weights.items():
-        if not torch.isfinite(rows).all():
+    weights = {name: seen.weights() for name, seen in outputs.items()}
+    weights |= {name: seen.weights(weights.get(name, Moments()).rows_O) for name, seen in lookups.items()}
+    for name, seen in weights.items():
+        if not all(torch.isfinite(t).all() for t in (seen.rows_O, seen.inputs_II) if t is not None):
             raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
-    if not any(rows.any() for rows in weights.values()):
+    if not any(_depends(seen) for seen in weights.values()):
         raise DataError(
             "`loss` must depend on the matrices of the plan, but no batch gives any of them a gradient. Check what it "
             "is computed from, or leave it out."
         )
-    return weights
+    return {name: seen if _depends(seen) else Moments() for name, seen in weights.items()}
 
 
-def _squared_gradients(site: Site, use: Use, sums: dict[str, Tensor], without_grad: set[str]) -> Callable[..., Tensor]:
-    """A forward hook that adds the squared gradients of a use's outputs to the sum of its site.
+def _depends(weights: Moments) -> bool:
+    """Whether the loss depends on the outputs of a site at all."""
+    assert weights.rows_O is not None
+    return bool(weights.rows_O.any()) and (weights.inputs_II is None or bool(weights.inputs_II.any()))
+
+
+class _Outputs:
+    """The sum of g g^T, or its diagonal, of the gradients g of a layer's outputs."""
+
+    def __init__(self, site: Site, like: Tensor, *, whole: bool, drawn: bool) -> None:
+        self.drawn = drawn
+        self.sums = like.new_zeros((site.shape[0],) * (2 if whole else 1), dtype=torch.float32)
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Tensor) -> None:
+        g_BO = grad.detach().reshape(-1, grad.shape[-1]).float()
+        p_BO = _probabilities(g_BO) if self.drawn else None
+        if self.sums.dim() == 1:
+            self.sums += (g_BO.square() if p_BO is None else p_BO * (1 - p_BO)).sum(0)
+        elif p_BO is None:
+            self.sums.addmm_(g_BO.t(), g_BO)
+        else:
+            self.sums.addmm_(p_BO.t(), p_BO, alpha=-1)
+            self.sums.diagonal().add_(p_BO.sum(0))
+
+    def weights(self) -> Moments:
+        if self.sums.dim() == 1:
+            return Moments(rows_O=self.sums)
+        return Moments(rows_O=self.sums.diagonal().clone(), outputs_OO=self.sums)
+
+
+class _Lookups:
+    """How often each row of an embedding was looked up, and the sum of g g^T of the gradients g of what that gave."""
+
+    def __init__(self, site: Site, like: Tensor) -> None:
+        self.number_O = like.new_zeros(site.shape[0], dtype=torch.float32)
+        self.gradients_II = like.new_zeros(site.shape[1], site.shape[1], dtype=torch.float32)
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Tensor) -> None:
+        self.number_O += torch.bincount(_first(args, kwargs).flatten(), minlength=len(self.number_O))
+        g = grad.detach().reshape(-1, grad.shape[-1]).float()
+        self.gradients_II.addmm_(g.t(), g)
+
+    def weights(self, rows_O: Tensor | None) -> Moments:
+        """Weights of rows and of features, for a site whose output layer, if it has one, has weights `rows_O`."""
+        total = self.number_O.sum().clamp(min=1)
+        if rows_O is None or not rows_O.any():
+            return Moments(self.gradients_II / total, self.number_O)
+        return Moments(self.gradients_II / rows_O.sum(), rows_O)
+
+
+def _watch_gradients(
+    site: Site, use: Use, sums: Callable[[Site, Use, Tensor], _Lookups | _Outputs], without_grad: set[str]
+) -> Callable[..., Tensor]:
+    """A forward hook that adds what the gradients of a use's outputs say to the sums of its site.
 
     Sites that are called under `torch.no_grad()` are added to `without_grad`.
     """
@@ -145,31 +220,30 @@ def _squared_gradients(site: Site, use: Use, sums: dict[str, Tensor], without_gr
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not output.numel():
             return output
-        scale = (scale_of(words_of(module)) or 1.0) if use.is_embedding else 1.0
         if not torch.is_grad_enabled():
             without_grad.add(site.name)
             return output
-        sums.setdefault(site.name, output.new_zeros(site.shape[0], dtype=torch.float32))
-
-        def add(grad: Tensor) -> None:
-            squares = grad.detach().reshape(-1, grad.shape[-1]).float().square()
-            if use.is_embedding:
-                words = _first(args, kwargs).flatten()
-                rows = squares.mean(1) * scale**2
-                sums[site.name] += squares.new_zeros(site.shape[0]).index_add_(0, words, rows)
-            else:
-                sums[site.name] += squares.sum(0)
-
+        scale = (scale_of(words_of(module)) or 1.0) if use.is_embedding else 1.0
+        found = sums(site, use, output)
         # no parameter requires a gradient, so the first outputs start the graph; a clone may be changed in place
         output = output if output.requires_grad else output.requires_grad_().clone()
-        output.register_hook(add)  # type: ignore[no-untyped-call]
+        output.register_hook(lambda grad: found.add(args, kwargs, grad * scale))  # type: ignore[no-untyped-call]
         return output
 
     return hook
 
 
-class _StopForward(Exception):  # noqa: N818 - no error
-    """Ends a forward pass when all inputs that are needed have been seen."""
+def _probabilities(g_BO: Tensor) -> Tensor | None:
+    """The probabilities p of all answers, where the gradients are those of logits by the answers drawn; else None.
+
+    The gradient of the cross entropy of answer y is p - 1[y], negative at y alone. The mean of its outer product over
+    all answers is diag(p) - p p^T, which weighs words that were never drawn too.
+    """
+    is_drawn = g_BO < 0
+    # other outputs have gradients of any sign
+    if bool((is_drawn.sum(1) == 1).all()) and bool((g_BO.sum(1).abs() < 1e-2).all()):
+        return g_BO + is_drawn.float()
+    return None
 
 
 @contextmanager

@@ -37,6 +37,10 @@ class Moments:
     """C = E[x x^T], the second moment of the inputs."""
     rows_O: Tensor | None = None
     """F, the weight of an error in each output; for an embedding, how often each row is looked up."""
+    outputs_OO: Tensor | None = None
+    """G, the weights of errors in two outputs at once, in place of F."""
+    cross_II: Tensor | None = None
+    """E[x0 x^T] with the inputs x0 of the dense model, where layers before the matrix are compressed already."""
 
 
 def same_size_rank(shape: tuple[int, int]) -> int:
@@ -64,20 +68,35 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     """The best factors of the given rank, with the singular values divided between P and Q.
 
     Without `moments` they minimise the squared error of W, with them the squared error of its outputs on calibration
-    data, || F^(1/2) (W - P Q) C^(1/2) ||, where C and F are damped.
+    data, || G^(1/2) (W - P Q) C^(1/2) ||, where C and G are damped; G may be diagonal (F).
 
-    With C = L L^T, the SVD F^(1/2) W L = U S V^T is never computed: the smaller of the two Gram matrices has U or V as
-    eigenvectors. P = W L V / d and Q = d V^T L^-1, or P = d F^(-1/2) U and Q = U^T F^(1/2) W / d, with d^2 = S. At full
-    rank P Q is W up to rounding, however accurate the vectors are. Gram matrices are summed in double precision, a few
-    rows at a time, so that a large embedding is never copied as a whole.
+    With C = L L^T and G = K K^T, the SVD K^T W L = U S V^T is never computed: the smaller of the two Gram matrices has
+    U or V as eigenvectors. P = W L V / d and Q = d V^T L^-1, or P = K^-T U d and Q = U^T K^T W / d, with d^2 = S. At
+    full rank P Q is W up to rounding, however accurate the vectors are. Gram matrices are summed in double precision, a
+    few rows at a time, so that a large embedding is never copied as a whole.
     """
     out_features, in_features = weight_OI.shape
     full = min(out_features, in_features)
     rank = full if rank is None else min(rank, full)
     moments = moments or Moments()
-    rows_O = _damped_rows(moments.rows_O, damping)
-    p_OR, q_RI, energy_R = _factors(weight_OI.detach(), rank, rows_O, moments.inputs_II, damping)
+    rows_O = _damped_rows(moments, damping)
+    p_OR, q_RI, energy_R = _factors(anchored(weight_OI, moments, damping), rank, rows_O, moments.inputs_II, damping)
     return Factors(p_OR.to(weight_OI.dtype), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
+
+
+def anchored(weight_OI: Tensor, moments: Moments, damping: float = 1e-2) -> Tensor:
+    """W E[x0 x^T] E[x x^T]^-1: of all matrices, the one that gives the dense model's outputs W x0 best from inputs x.
+
+    It is W itself where `moments` say nothing of the dense model's inputs.
+    """
+    weight = weight_OI.detach()
+    if moments.cross_II is None or moments.inputs_II is None or _is_zero(moments.inputs_II):
+        return weight
+    cross = moments.cross_II.to(torch.float64, copy=True)
+    # damped as C is, so that W stays where both inputs are the same
+    cross.diagonal().add_(damping * _mean_diagonal(moments.inputs_II))
+    root = _square_root(_damped(moments.inputs_II, damping))
+    return torch.cholesky_solve((weight.double() @ cross).t(), root).t().to(weight.dtype)
 
 
 def svd_of_pair(
@@ -89,10 +108,10 @@ def svd_of_pair(
     """
     moments = moments or Moments()
     rank = min(*p_OR.shape, *q_RI.shape, *([] if rank is None else [rank]))
-    q = q_RI.detach().double()
+    q = anchored(q_RI, moments, damping).double()
     is_zero = moments.inputs_II is not None and _is_zero(moments.inputs_II)
     spread = q if moments.inputs_II is None or is_zero else _times_damped(q, moments.inputs_II, damping)
-    rows_O = _damped_rows(moments.rows_O, damping)
+    rows_O = _damped_rows(moments, damping)
     first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), EXACT_DAMPING)
     return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_zero else energy_R)
 
@@ -102,7 +121,7 @@ def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None, dam
     moments, weight = moments or Moments(), weight_OI.detach()
     if moments.inputs_II is not None and _is_zero(moments.inputs_II):
         return torch.zeros(rank, dtype=torch.float64, device=weight.device)
-    rows_O = _damped_rows(moments.rows_O, damping)
+    rows_O = _damped_rows(moments, damping)
     if weight.shape[0] < weight.shape[1]:
         gram = _output_gram(weight, rows_O, moments.inputs_II, damping)[0]
     else:
@@ -142,7 +161,11 @@ def _from_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gram, weighted = _output_gram(weight, rows_O, inputs_II, damping)
     energy, vectors, d = _largest(gram, rank)
-    p_OR = vectors * d if rows_O is None else vectors * d / rows_O.sqrt().unsqueeze(1)
+    p_OR = vectors * d
+    if rows_O is not None and rows_O.dim() == 2:
+        p_OR = torch.linalg.solve_triangular(_square_root(rows_O).t(), p_OR, upper=True)
+    elif rows_O is not None:
+        p_OR = p_OR / rows_O.sqrt().unsqueeze(1)
     return p_OR, (vectors / d).t() @ weighted, energy
 
 
@@ -159,7 +182,11 @@ def _output_gram(
     weight: Tensor, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor]:
     """F^(1/2) W C W^T F^(1/2), and F^(1/2) W."""
-    weighted = weight.double() if rows_O is None else weight.double() * rows_O.sqrt().unsqueeze(1)
+    weighted = weight.double()
+    if rows_O is not None and rows_O.dim() == 2:
+        weighted = _square_root(rows_O).t() @ weighted
+    elif rows_O is not None:
+        weighted = weighted * rows_O.sqrt().unsqueeze(1)
     spread = weighted if inputs_II is None else _times_damped(weighted, inputs_II, damping)
     return spread @ weighted.t(), weighted
 
@@ -173,7 +200,10 @@ def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
-    """W^T F W in double precision."""
+    """W^T G W in double precision."""
+    if rows_O is not None and rows_O.dim() == 2:
+        weight = weight_OI.double()
+        return weight.t() @ (rows_O @ weight)
     total = torch.zeros(weight_OI.shape[1], weight_OI.shape[1], dtype=torch.float64, device=weight_OI.device)
     for start in range(0, len(weight_OI), WEIGHT_ROWS):
         part = weight_OI[start : start + WEIGHT_ROWS].double()
@@ -182,7 +212,11 @@ def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
     return total
 
 
-def _damped_rows(rows_O: Tensor | None, damping: float) -> Tensor | None:
+def _damped_rows(moments: Moments, damping: float) -> Tensor | None:
+    """G if it is known, otherwise its diagonal, damped."""
+    if moments.outputs_OO is not None and bool(moments.outputs_OO.diagonal().any()):
+        return _damped(moments.outputs_OO, damping)
+    rows_O = moments.rows_O
     if rows_O is None or not (rows_O.double().mean() > 0):
         return None
     rows_O = rows_O.double()

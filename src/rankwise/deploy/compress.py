@@ -6,6 +6,8 @@ transformers.
 
 from __future__ import annotations
 
+import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rankwise.blockwise import Refinement
+from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
 from rankwise.core.plan import Plan
@@ -32,12 +38,13 @@ from rankwise.deploy.inputs import (
 )
 from rankwise.deploy.save import check_target, save
 from rankwise.errors import DataError, RankwiseError, first_line
+from rankwise.files import write_json, write_tensors
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
 from rankwise.narrow import oneshot_method
-from rankwise.oneshot import compress, default_plan
+from rankwise.oneshot import RANKS, Ranks, compress, default_plan
 from rankwise.sizes import plan_for_method, size_account
 
 TIMED_TOKENS = 128
@@ -47,6 +54,14 @@ TOLERATED = 1.1
 """The small model is called slower above this multiple of the dense one's time: the two did not take turns."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
+MOST_TOKENS = {"cuda": 4096, "cpu": 1024}
+"""Tokens of a batch, by device."""
+MOST_LOGITS = {"cuda": 2**27, "cpu": 2**26}
+"""Logits of a batch with gradients, by device; a batch without them may have four times as many."""
+REFINED_STEPS = 250
+"""Steps for each block by which a model is refined by default, on a GPU."""
+SMALL = 10_000_000
+"""Models of up to so many parameters are refined on a CPU too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +69,18 @@ class Compressed(SizeReport):
     """Size, quality and speed of a compressed model."""
 
     ranks: str = "global"
-    """How ranks were shared out: "global" or "even", as in `rankwise.compress`."""
+    """How ranks were shared out, as in `rankwise.compress`."""
+    refined: int = 0
+    """Steps by which each block was refined."""
     quality: Quality | None = None
     """None without calibration."""
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Milliseconds of a call, dense and small, by its number of tokens."""
     device: str = "cpu"
+
+    def is_better(self, other: Compressed) -> bool:
+        """Whether less is lost than in another model of the same size."""
+        return self.quality is not None and other.quality is not None and self.quality.small < other.quality.small
 
     def remarks(self) -> list[str]:
         """A line for every number of tokens with which the small model is slower than the dense one."""
@@ -96,14 +117,32 @@ class Data:
     loss: Callable[[Any], Tensor] | Literal["sampled"] = "sampled"
 
     @classmethod
-    def of(cls, windows: Windows, batch: Callable[[Tensor], Any], *, is_decoder: bool) -> Data:
-        """The data of some windows; `batch` makes what a model reads of one, on its device."""
-        used, shortened, kept_back = ([batch(window) for window in part] for part in windows[:3])
-        return cls(used, shortened, kept_back, is_decoder, len(windows.used[0]), windows.notes)
+    def of(cls, windows: Windows, batch: Callable[[Tensor], Any], model: nn.Module, *, is_decoder: bool) -> Data:
+        """The data of some windows; `batch` makes what the model reads of several of them, on its device."""
+        kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
+        config: Any = getattr(model, "config", None)
+        words = getattr(config, "num_words", None) or getattr(config, "vocab_size", None) or 1
+
+        def batches(part: Sequence[Tensor], most_logits: int) -> list[Any]:
+            # in one call the GPU is kept busy
+            number = max(1, min(MOST_TOKENS[kind], most_logits // words) // max(len(part[0]), 1)) if part else 1
+            return [batch(torch.stack(list(part[i : i + number]))) for i in range(0, len(part), number)]
+
+        most = MOST_LOGITS[kind]
+        parts = (batches(windows.used, 4 * most), batches(windows.shortened, most), batches(windows.kept_back, most))
+        return cls(*parts, is_decoder, len(windows.used[0]), windows.notes)
 
 
 class Source(ABC):
     """A model to compress: how it is loaded, how it reads a text, and how the small one is saved."""
+
+    name: str
+    """What the user calls it."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model can generate a text for its own calibration."""
+        return False
 
     @abstractmethod
     def load(self) -> nn.Module:
@@ -131,8 +170,10 @@ def compress_folder(
     method: Literal["svd", "width"] = "svd",
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
-    embeddings: bool = False,
+    embeddings: bool | None = None,
     exclude: Sequence[str] = (),
+    ranks: Ranks | Literal["auto"] = "auto",
+    refine: int | None = None,
     overwrite: bool = False,
     device: str = "auto",
     dtype: torch.dtype | None = None,
@@ -140,14 +181,18 @@ def compress_folder(
 ) -> Compressed:
     """Compress the model of `source` into the folder `out`, which appears when it is complete.
 
-    Where much is lost on the windows kept back, the model is loaded again and compressed with even ranks, and the
-    better of the two stays: ranks by the loss rest on gradients, which say little about large changes.
+    Where more than a tenth is lost on the windows kept back, the model is loaded again and compressed with other ranks,
+    and the best stays: ranks by the loss rest on gradients, which say little about large changes. Work that was stopped
+    while blocks were refined goes on from the last one when it is called again.
 
     Args:
         budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
         calibration: text on which outputs are measured; without it the SVD of the weights.
         method, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
+        ranks: as for `rankwise.compress`; "auto": the best of them.
+        refine: steps by which each block is trained towards the dense one (`rankwise.blockwise.refine`); by default 250
+            on a GPU, and for small models.
         overwrite: replace a model that was saved under this name before.
         device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
         dtype: of the compressed model; by default that of the folder.
@@ -164,24 +209,81 @@ def compress_folder(
 
     model = load()
     plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
-    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
-    work = _Work(model, budget, plan, where, how, prepare and prepare(model), listener)
-    best = first = work.attempt(model, "global")
-    notes = source.save(model, first, folder, overwrite)
-    if first.quality is not None and first.quality.is_bad:
-        listener.say(f"Ranks by the loss: {first.quality}. Much is lost, so even ranks are tried too.")
-        # one of the two models at a time is in memory
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or bool(embeddings))
+    work = _Work(model, budget, plan, where, how, prepare, listener)
+    refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
+    settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
+    settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
+    refined = _RefinedBlocks(folder, settings)
+
+    names = list(RANKS) if ranks == "auto" else [ranks]
+    if isinstance(how, Width):
+        names = [name for name in names if name != "blend"]
+    best: Compressed | None = None
+    notes: list[str] = []
+    for name in names:
+        if best is not None:
+            if best.quality is None or not best.quality.is_bad:
+                break
+            # one model at a time is in memory
+            del model
+            model = load()
+        made = work.attempt(model, name)
+        if ranks == "auto" and made.quality is not None:
+            listener.say(f"{TITLES[name]}: {made.quality}.")
+        if best is None or made.is_better(best):
+            best = made
+            if not refinement.steps:
+                notes = source.save(model, made, folder, overwrite or name != names[0])
+    assert best is not None
+    if refinement.steps:
         del model
         model = load()
-        second = work.attempt(model, "even")
-        assert second.quality is not None
-        if second.quality.small < first.quality.small:
-            best, notes = second, source.save(model, second, folder, True)
-        kept = "They are" if best is second else "The first ones are"
-        listener.say(f"Even ranks: {second.quality}. {kept} kept.")
+        made = work.attempt(model, best.ranks, refinement, refined)
+        if not made.is_better(best) and made.quality is not None:
+            listener.say(f"Refined: {made.quality}, which is no better, so the blocks stay as they were.")
+            del model
+            model = load()
+            made = work.attempt(model, best.ranks)
+        best, notes = made, source.save(model, made, folder, overwrite)
+        refined.remove()
     for note in notes:
         listener.say(note)
     return best
+
+
+TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks between the two"}
+
+
+class _RefinedBlocks:
+    """Keeps refined blocks beside the folder to be, until it is there."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        self.place = folder.with_name(f".{folder.name}.refining")
+        self.settings = dict(settings)
+
+    def load(self, number: int) -> Mapping[str, Tensor] | None:
+        try:
+            if json.loads((self.place / "settings.json").read_text(encoding="utf-8")) != self.settings:
+                return None
+            return load_file(self._file(number))
+        except (OSError, ValueError, SafetensorError):
+            return None
+
+    def save(self, number: int, state: Mapping[str, Tensor]) -> None:
+        if number == 0:
+            self.remove()
+            self.place.mkdir(parents=True)
+            write_json(self.place / "settings.json", self.settings)
+        unfinished = self._file(number).with_suffix(".part")
+        write_tensors(unfinished, {name: tensor.contiguous().cpu() for name, tensor in state.items()})
+        unfinished.replace(self._file(number))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.place / f"block-{number:04}.safetensors"
 
 
 class _Work:
@@ -194,7 +296,7 @@ class _Work:
         plan: Plan,
         target: Target,
         method: Svd | Width,
-        data: Data | None,
+        prepare: Callable[[nn.Module], Data] | None,
         listener: Listener,
     ) -> None:
         if isinstance(method, Width):
@@ -204,6 +306,8 @@ class _Work:
         self.budget = budget
         self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
+        # a model may generate its own text, which takes time
+        data = None if prepare is None else prepare(model)
         for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
             listener.say(line)
         self.settings: dict[str, Any] = {
@@ -213,6 +317,7 @@ class _Work:
             "target": target,
             "progress": listener.progress,
         }
+        self.device, self.calibrated = next(model.parameters()).device, data is not None
         self.length, self.kept_back = TIMED_TOKENS, None
         if data is not None:
             self.settings |= {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
@@ -221,16 +326,29 @@ class _Work:
                 self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
         self.dense_times = milliseconds(model, self.length)
 
-    def attempt(self, model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
+    def default_steps(self, model: nn.Module) -> int:
+        """Steps by which blocks are refined where that takes minutes."""
+        if not self.calibrated or self.settings["method"] != "svd" or not self.has_blocks(model):
+            return 0
+        return REFINED_STEPS if self.device.type == "cuda" or self.account.dense <= SMALL else 0
+
+    def has_blocks(self, model: nn.Module) -> bool:
+        return bool(find_blocks(model, self.settings["calibration"][0]))
+
+    def attempt(
+        self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: _RefinedBlocks | None = None
+    ) -> Compressed:
         """Compress `model` in place, and measure it."""
-        compress(model, self.budget, ranks=ranks, in_place=True, **self.settings)
+        settings = {**self.settings, "ranks": ranks, "refinement": refinement, "refined": refined}
+        compress(model, self.budget, in_place=True, **settings)
         times = milliseconds(model, self.length) if self.dense_times else {}
         return Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
             ranks=ranks,
+            refined=refinement.steps if refinement else 0,
             quality=None if self.kept_back is None else self.kept_back.quality(model),
             speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
-            device=str(next(model.parameters()).device),
+            device=str(self.device),
         )
 
 
@@ -299,6 +417,7 @@ def _text(model: nn.Module, length: int) -> dict[str, Any]:
 class SavedModel(Source):
     """A model that `rankwise.load` gave; `rankwise.load` opens the folder that is written."""
 
+    name: str
     model: nn.Module | None
     """The model, the first time that it is loaded."""
     vocabulary: Any
@@ -335,6 +454,6 @@ class SavedModel(Source):
                     f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}."
                 )
             device = next(model.parameters()).device
-            return Data.of(windows, lambda window: window[None].to(device), is_decoder=True)
+            return Data.of(windows, lambda some: some.to(device), model, is_decoder=True)
 
         return prepare

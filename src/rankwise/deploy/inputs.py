@@ -8,7 +8,8 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ MOST_KEPT_BACK = 16
 PERPLEXITY = "perplexity"
 ANSWERS = "perplexity of the dense model's likeliest words"
 ERROR = "relative error of the outputs"
-MUCH = {PERPLEXITY: 1.5, ANSWERS: 1.5, ERROR: 0.3}
-"""What counts as a large loss: the factor by which a perplexity grows, or the error itself."""
+MUCH = {PERPLEXITY: 1.1, ANSWERS: 1.1, ERROR: 0.1}
+"""Above this loss other ranks are worth a try: the factor by which a perplexity grows, or the error itself."""
+GENERATED = 64
+"""Windows that are generated at a time."""
 LARGEST = 700.0
 """Nats whose exponential is a number."""
 
@@ -96,15 +99,18 @@ def is_decoder(config: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A text, and how much of it is read."""
+    """Texts, and how much of them is read."""
 
-    file: Path
+    file: Path | None
+    """A text; None: windows that a decoder generates itself."""
+    also: tuple[Path, ...] = ()
+    """Further texts; each text gives equally many windows."""
     num_windows: int = 64
-    """Windows, at equal distances in the text. A quarter as many more are kept back, to say what was lost."""
+    """Windows, at equal distances in a text. A quarter as many more are kept back, to say what was lost."""
     window: int = 256
     """Tokens of a window."""
-    loss_window: int = 32
-    """Tokens at the start of a window by which gradients are measured: they take far more memory."""
+    loss_window: int = 256
+    """Tokens at the start of a window by which gradients are measured: they take more memory and time."""
 
     def __post_init__(self) -> None:
         for name in ("num_windows", "window", "loss_window"):
@@ -185,16 +191,30 @@ def read_windows(
     bytes_per_token: int = BYTES_PER_TOKEN,
     special: SpecialTokens = NO_TOKENS,
 ) -> Windows:
-    """Windows of a text for calibration, and those that are kept back."""
+    """Windows of the texts of a calibration, and those that are kept back."""
     more = calibration.num_kept_back
-    wanted = calibration.num_windows + more
-    found = text_windows(encode, calibration, bytes_per_token=bytes_per_token, special=special, more=more)
-    number = len(found)
+    assert calibration.file is not None
+    files = (calibration.file, *calibration.also)
+    parts = []
+    for i, file in enumerate(files):
+        # the first ones give one more where the number cannot be divided
+        number, back = (whole // len(files) + (i < whole % len(files)) for whole in (calibration.num_windows, more))
+        part = replace(calibration, file=file, also=(), num_windows=max(number, 1))
+        parts.append(text_windows(encode, part, bytes_per_token=bytes_per_token, special=special, more=back))
+    # in turns, so that windows kept back are of all texts
+    return kept_apart([w for some in zip_longest(*parts) for w in some if w is not None], calibration, special=special)
+
+
+def kept_apart(found: Sequence[Tensor], calibration: Calibration, *, special: SpecialTokens = NO_TOKENS) -> Windows:
+    """Windows for calibration, and those that are kept back."""
+    more = calibration.num_kept_back
+    wanted, number = calibration.num_windows + more, len(found)
     num_back = max(number * more // wanted, 1) if number > 1 else 0
     places = {(2 * i + 1) * number // (2 * num_back) for i in range(num_back)}
     used = [window for i, window in enumerate(found) if i not in places]
+    texts = ", ".join(map(str, (calibration.file, *calibration.also)))
     note = (
-        f"{calibration.file} holds {number} windows of {calibration.window} tokens, fewer than the {wanted} asked for: "
+        f"{texts} holds {number} windows of {calibration.window} tokens, fewer than the {wanted} asked for: "
         f"{len(used)} calibrate, {num_back} are kept back."
     )
     return Windows(
@@ -219,6 +239,7 @@ def text_windows(
         special: tokens around every window; they count as part of it.
         more: windows beside those that `calibration` asks for. A short text may hold fewer of either.
     """
+    assert calibration.file is not None
     wanted = calibration.num_windows + more
     length = calibration.window - len(special.before) - len(special.after)
     if length < 1:
@@ -228,12 +249,13 @@ def text_windows(
         )
     span = length * bytes_per_token
     try:
-        size = calibration.file.stat().st_size
-        with calibration.file.open("rb") as file:
+        path = calibration.file
+        size = path.stat().st_size
+        with path.open("rb") as file:
 
             def tokens(first: int, num_bytes: int) -> list[int]:
                 file.seek(first)
-                return encode(_decoded(calibration.file, file.read(num_bytes), first))
+                return encode(_decoded(path, file.read(num_bytes), first))
 
             if size >= wanted * span:
                 found = [tokens(i * size // wanted, span)[:length] for i in range(wanted)]
@@ -252,6 +274,40 @@ def text_windows(
             f"{max(map(len, found))}. Give a longer text, or shorter windows."
         )
     return windows
+
+
+@torch.no_grad()
+def generated_windows(model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0) -> Windows:
+    """Windows that a decoder generates itself, word by word as likely as it finds them, each from the beginning.
+
+    They are like what the model has learned, of every kind in its proportion, where no text says what it is for.
+    """
+    wanted = calibration.num_windows + calibration.num_kept_back
+    length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
+    first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
+    state = torch.get_rng_state()
+    try:
+        with evaluating(model):
+            torch.manual_seed(seed)
+            found = [
+                model.generate(
+                    torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
+                    attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
+                    max_new_tokens=length,
+                    min_new_tokens=length,
+                    do_sample=True,
+                    top_k=0,
+                    top_p=1.0,
+                    temperature=1.0,
+                    use_cache=True,
+                ).cpu()
+                for done in range(0, wanted, GENERATED)
+            ]
+    finally:
+        torch.set_rng_state(state)
+    windows = torch.cat(found)
+    # where nothing is to come first, the token that text was generated from goes
+    return kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
 
 
 def _decoded(path: Path, block: bytes, first: int) -> str:
@@ -299,7 +355,7 @@ class KeptBack:
 
     def quality(self, small: nn.Module) -> Quality:
         """The small model beside the dense one."""
-        return Quality(self.measure, self.dense, self.measured(small), len(self.batches))
+        return Quality(self.measure, self.dense, self.measured(small), sum(map(len, self.wanted)))
 
     def measured(self, model: nn.Module) -> float:
         """The measure of a model, on the device where it is."""

@@ -23,6 +23,7 @@ from rankwise.deploy.compress import Compressed, Data, Source
 from rankwise.deploy.inputs import (
     Calibration,
     encoder,
+    generated_windows,
     is_decoder,
     model_class,
     positions_of,
@@ -135,6 +136,14 @@ class PretrainedModel(Source):
         self.name = name
         self.used_cache: bool | None = None
 
+    @property
+    def generates(self) -> bool:
+        try:
+            return is_decoder(AutoConfig.from_pretrained(self.name)) and bool(load_tokenizer(self.name, needed=False))
+        # loading the model says what is wrong
+        except (OSError, ValueError, KeyError):
+            return False
+
     def load(self) -> nn.Module:
         model: nn.Module = load_model(self.name)
         # what a model keeps to go on with a text takes memory
@@ -169,19 +178,21 @@ class PretrainedModel(Source):
         except (OSError, ValueError, KeyError):
             # there is none, which loading the model will say
             config = None
-        windows = read_windows(encoder(tokenizer), calibration, special=special_tokens(tokenizer, config))
+        special = special_tokens(tokenizer, config)
+        read = None if calibration.file is None else read_windows(encoder(tokenizer), calibration, special=special)
         del tokenizer
         release_freed_memory()
 
         def prepare(model: Any) -> Data:
+            windows = generated_windows(model, calibration, special) if read is None else read
             _check_windows(model, [*windows.used, *windows.kept_back])
             # an encoder-decoder goes on with the text that it reads
             names = [name for name in ("input_ids", "decoder_input_ids") if name in signature(model.forward).parameters]
 
-            def batch(window: Tensor) -> dict[str, Tensor]:
-                return dict.fromkeys(names, window[None].to(model.device))
+            def batch(some: Tensor) -> dict[str, Tensor]:
+                return dict.fromkeys(names, some.to(model.device))
 
-            return Data.of(windows, batch, is_decoder=is_decoder(model.config))
+            return Data.of(windows, batch, model, is_decoder=is_decoder(model.config))
 
         return prepare
 
