@@ -3,15 +3,16 @@
     python benchmarks/arena.py tokenize MODEL TOKENS.npz train=FILE valid=FILE test=FILE other=FILE
     python benchmarks/arena.py run MODEL TOKENS.npz OUT.json --removed 0.2,0.3 --rows svd-llm,ours --refine 250
 
-MODEL is a folder that `from_pretrained` loads, or one with a GGUF file. Calibration windows are of `train`; perplexity is
-per token of the model's own tokenizer on the first `--windows` windows of `--split` and of `other`, each from its second
-token on. Every row has the same number of parameters, up to one component. `--seeds` are calibration samples. `--heal
-STEPS` then trains a row on `train` to give the dense model's answers, at the rate that is best on `valid`.
+MODEL is a folder that `from_pretrained` loads, or one with a GGUF file. Calibration windows are of `train`; perplexity
+is per token of the model's own tokenizer on the first `--windows` windows of `--split` and of `other`, each from its
+second token on. Every row has the same number of parameters, up to one component of each matrix. `--seeds` are
+calibration samples. `--heal STEPS` then trains a row on `train` to give the dense model's answers, at the rate that is
+best on `valid`.
 
-Peers are written from their papers: SVD-LLM (whitening, the same share everywhere), ASVD (inputs scaled by the square root
-of their mean size, the same share), ZS-SVD (whitening, signed first-order loss, one choice of components over the model
-that keeps the sum of the loss changes near zero), AA-SVD (inputs of the compressed model, outputs of the dense one, the
-same share, then blocks refined by their plain squared error). Their own settings were not searched for.
+Peers are written from their papers: SVD-LLM (whitening, the same share everywhere), ASVD (inputs scaled by the square
+root of their mean size, the same share), ZS-SVD (whitening, signed first-order loss, one choice of components over the
+model that keeps the sum of the loss changes near zero), AA-SVD (inputs of the compressed model, outputs of the dense
+one, the same share, then blocks refined by their plain squared error). Their own settings were not searched for.
 """
 
 from __future__ import annotations
@@ -103,12 +104,13 @@ def uniform_rank(plan: Plan, dense: int, removed: float, shape: tuple[int, int])
 def asvd(model: nn.Module, removed: float, data: list[Any], *, power: float = 0.5) -> nn.Module:
     """The SVD of W S with S = diag(mean |x|)^power, the same share of every layer."""
     small = copy.deepcopy(model)
-    plan, sizes = default_plan(small, embeddings=False), dict[str, list[Tensor]]()
+    plan = default_plan(small, embeddings=False)
+    sizes: dict[str, list[Tensor]] = {site.name: [] for site in plan.sites}
     handles = [
-        small.get_submodule(site.name).register_forward_pre_hook(
-            lambda _, args, to=sizes.setdefault(site.name, []): to.append(args[0].abs().flatten(0, -2).mean(0))
+        small.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, to=found: to.append(args[0].abs().flatten(0, -2).mean(0))
         )
-        for site in plan.sites
+        for name, found in sizes.items()
     ]
     with torch.no_grad():
         for batch in data:
@@ -125,7 +127,7 @@ def asvd(model: nn.Module, removed: float, data: list[Any], *, power: float = 0.
 
 
 def zs_svd(model: nn.Module, removed: float, data: list[Any], seed: int) -> nn.Module:
-    """Components are dropped over the whole model by the signed first-order change of the loss, its sum kept near zero."""
+    """Components are dropped over the whole model by the first-order change of the loss, whose sum stays near zero."""
     small = copy.deepcopy(model)
     plan = default_plan(small, embeddings=False)
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +152,7 @@ def zs_svd(model: nn.Module, removed: float, data: list[Any], seed: int) -> nn.M
 
 
 def _zero_sum(plan: Plan, change: dict[str, list[float]], wanted: int) -> dict[str, int]:
-    """Components kept of each matrix: the last ones go first, those whose changes of the loss bring their sum to zero."""
+    """Components kept of each matrix: the last ones go first, those that bring the sum of all changes to zero."""
     shapes = {site.name: site.shape for site in plan.sites}
     counts = {name: len(values) for name, values in change.items()}
     heaps: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
