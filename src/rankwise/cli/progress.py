@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from rankwise.cli.tables import terminal
+from rankwise.cli.tables import terminal, wrapped
 from rankwise.lab.report import MEASURES
 from rankwise.lab.training import Watcher
 
@@ -154,7 +154,9 @@ class Bar(Watcher):
         """The bar, and a line below it. Another thread draws it."""
         status = self.status
         below = status.words(status.last) if status else self.below
-        return Group(self.progress.get_renderable(), *([Text(f"  {below}")] if below else []))
+        # lines break between the phrases, which two spaces separate
+        lines = wrapped("  " + below.replace(" ", "\0").replace("\0\0", "  "), "  ", self.console.width)
+        return Group(self.progress.get_renderable(), *([Text(lines.replace("\0", " "))] if below else []))
 
     def _show(self, text: str, done: int, total: int | None) -> None:
         # `update` would keep a total from before, where there is none now
