@@ -50,10 +50,10 @@ steps = 200
 [model]
 layer_norm = false
 """
-SAME = (
-    "demo --compare dense --seed 3 --method np-l0 --method.anneal_steps 40 --budget.removed 0.9 --both.lr 2e-3 "
-    "--both.steps 200 --model.layer_norm false"
-).split()
+SAME = [
+    *("demo", "--compare", "dense", "--seed", "3", "--method", "np-l0", "--method.anneal_steps", "40"),
+    *("--budget.removed", "0.9", "--both.lr", "2e-3", "--both.steps", "200", "--model.layer_norm", "false"),
+]
 
 
 def test_a_file_says_what_the_command_line_says(tmp_path: Path) -> None:
@@ -116,9 +116,7 @@ def test_a_bad_file_is_one_line(
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--config", str(tmp_path / "no.toml")]) == 2
-    assert capsys.readouterr().err == (
-        f"rankwise: `--config` must be a file that can be read, but {tmp_path / 'no.toml'}: No such file or directory.\n"
-    )
+    assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in capsys.readouterr().err
 
 
 def test_two_presets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
