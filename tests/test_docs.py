@@ -28,6 +28,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "src").rglob("*.md")),
 ]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""The language and the text of a block of code."""
 TERMS = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
 
 
@@ -140,7 +142,6 @@ def test_the_tables_on_scaling_follow_from_what_was_measured(monkeypatch: pytest
     assert model.dense + 2 * model.head == 6_738_415_616 - (2 * model.layers + 1) * model.width
 
 
-FENCE = re.compile(r"^```(python)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHORTER = {
     "1_000": "10",
     "The function ": "w1 w2",
@@ -159,8 +160,8 @@ TOO_SLOW = ("compile", "cuda", "openvino", "glue", "run sentences", "run causal"
 FOLLOWED = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src").rglob("*.md"))]
-    if "```python" in page.read_text() and page.name != "huggingface.md"
-] + [ROOT / "docs/reproduce.md"]
+    if re.search(r"```python|^rankwise ", page.read_text(), re.MULTILINE) and page.name != "huggingface.md"
+]
 """Pages that are gone through as a reader would; tests/hf goes through huggingface.md."""
 
 
@@ -268,11 +269,12 @@ def test_a_page_can_be_followed_to_its_end(
     for language, text in FENCE.findall(page.read_text()):
         for shown, quick in SHORTER.items():
             text = text.replace(shown, quick)
-        if language == "python":
-            # whether a time can be met is for the machine to say; tests/test_latency.py has a clock of its own
-            if "meet_latency(" not in text:
-                exec(text, names)
-            continue
+        if language == "toml":
+            Path("run.toml").write_text(text)
+            assert run(["run", "--config", "run.toml", "--dry-run"]) == 0
+        # whether a time can be met is for the machine to say; tests/test_latency.py has a clock of its own
+        if language == "python" and "meet_latency(" not in text:
+            exec(text, names)
         for line in re.sub(r"\\\n\s*", "", text).splitlines():
             command = re.split(r"\s{2,}#", line)[0]
             if command.startswith("rankwise ") and not any(word in command for word in TOO_SLOW):
@@ -317,9 +319,9 @@ def test_what_the_examples_import_exists(page: Path) -> None:
 COMMANDS = [
     (str(page.relative_to(ROOT)), re.split(r"\s{2,}#", line)[0].strip())
     for page in PAGES
-    for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
+    for language, block in FENCE.findall(page.read_text())
     for line in block.splitlines()
-    if line.startswith("rankwise ")
+    if not language and line.startswith("rankwise ")
 ]
 
 

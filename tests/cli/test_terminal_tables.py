@@ -150,6 +150,14 @@ def test_every_help_fits_80_columns(
         assert len(settings) > len(lines)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_is_made_of_sentences(name: str) -> None:
+    command = COMMANDS[name]
+    paragraphs = [text for text in command.details.split("\n\n") if not text.startswith("example:")]
+    for text in (command.about, *paragraphs, *(argument.help for argument in command.arguments)):
+        assert text.endswith("."), text
+
+
 def test_an_example_of_a_help_is_one_command_when_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,9 @@ def show_plan(command: str, options: Options, folder: Path, grid: Mapping[str, S
         asked = _budget(experiment)
         rows.append((experiment.method.name, asked if asked else f"at most {preview.exported:,} parameters"))
     rows += [(name, _steps(getattr(experiment, name))) for name in _phases(command, experiment)]
+    if command == "run":
+        number = f"{preview.steps:,} steps, {preview.tokens / 1e6:,.1f}M tokens"
+        rows.append(("in all", f"at most {number}, comparisons not counted"))
     if command in ("run", "sweep"):
         rows += [(name, ", ".join(map(as_text, values))) for name, values in (grid or _compared(experiment)).items()]
     print_table(("part", "what it takes"), rows, words=("part", "what it takes"))
@@ -185,4 +188,4 @@ def _steps(phase: Any) -> str:
     if isinstance(phase.steps, int):
         return f"{phase.steps:,} steps of {phase.batch_size} x {phase.window} tokens"
     most = "" if phase.max_steps is None else f", at most {phase.max_steps:,} steps"
-    return f"{phase.epochs:g} epochs in batches of {phase.batch_size}{most}"
+    return f"{phase.epochs:g} times the data in batches of {phase.batch_size}{most}"

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 PRESET = Argument("PRESET", "A name that `rankwise presets` lists.")
-TRACKERS = Argument("--trackers NAMES", "Trackers, with commas: tensorboard, wandb.", tuple[str, ...], ())
+TRACKERS = Argument(
+    "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb.", tuple[str, ...], ()
+)
 JSON = Argument("--json", "Print the record as JSON.")
 
 
@@ -154,9 +156,9 @@ def prune(options: Options) -> None:
 @command(
     PRESET,
     CONFIG,
-    Argument("--methods NAMES", "Methods with commas: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
-    Argument("--removed FRACTIONS", "Sizes with commas: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
-    Argument("--seeds NUMBERS", "Seeds with commas: 0,1,2. Default: as in the preset.", tuple[int, ...]),
+    Argument("--methods NAMES", "Compare these methods: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
+    Argument("--removed FRACTIONS", "Reach these sizes: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
+    Argument("--seeds NUMBERS", "Repeat with these seeds: 0,1,2. Default: as in the preset.", tuple[int, ...]),
     _out("runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep"),
     TRACKERS,
     DRY_RUN,
@@ -265,7 +267,9 @@ def show_table(found: Table) -> None:
 
 
 @command(
-    Argument("FOLDER", "Of a run, of a sweep, of a pruned model or of records.", required=True, several=True),
+    Argument(
+        "FOLDER", "The folder of a run, of a sweep, of a pruned model or of records.", required=True, several=True
+    ),
     Argument("--json", "Print a list of the records as JSON."),
     Argument("--markdown", "Print tables for a Markdown file."),
 )

@@ -37,7 +37,7 @@ def of_model(options: Options) -> Experiment:
 
 @command(
     MODEL,
-    Argument("--split SPLIT", "valid, the default, or test.", Literal["valid", "test"], "valid"),
+    Argument("--split SPLIT", "Evaluate on valid or test. Default: valid.", Literal["valid", "test"], "valid"),
     JSON,
     experiment=of_model,
 )
@@ -80,8 +80,10 @@ def evaluate(options: Options) -> None:
 @command(
     MODEL,
     Argument("--prompt TEXT", f"What the text begins with. Default: {PROMPT!r}, if the model can write it."),
-    Argument("--length N", "Tokens to draw. Default: 500.", int, 500),
-    Argument("--temperature T", "0 always takes the likeliest token. Default: 0.8.", float, 0.8),
+    Argument("--length N", "Draw so many tokens. Default: 500.", int, 500),
+    Argument(
+        "--temperature T", "Lower is more cautious; 0 always takes the likeliest token. Default: 0.8.", float, 0.8
+    ),
     Argument("--top-k K", "Draw only from the K likeliest tokens.", int),
     Argument("--seed N", "Another number gives another text. Default: 0.", int, 0),
 )
@@ -105,12 +107,14 @@ def sample(options: Options) -> None:
 
 @command(
     Argument("FOLDER", "The folder of a run, of one of its models, or of a saved model.", required=True),
-    Argument("--batch NUMBERS", "Batch sizes with commas. Default: 1,16.", tuple[int, ...], (1, 16)),
-    Argument("--threads NUMBERS", "Threads. Default: 1,all.", tuple[int | Literal["all"], ...], (1, "all")),
-    Argument("--length N", "Tokens of a sequence. Default: as in training, or 256 at most.", int),
-    Argument("--engines NAMES", "Engines with commas. Default: torch.", tuple[str, ...], ("torch",)),
-    Argument("--repeats N", "Calls of each model. Default: 15.", int, 15),
-    Argument("--device DEVICE", "cpu or cuda. Default: cpu.", Literal["cpu", "cuda"], "cpu"),
+    Argument("--batch NUMBERS", "Time these batch sizes. Default: 1,16.", tuple[int, ...], (1, 16)),
+    Argument(
+        "--threads NUMBERS", "Time with so many threads. Default: 1,all.", tuple[int | Literal["all"], ...], (1, "all")
+    ),
+    Argument("--length N", "Time sequences of so many tokens. Default: as in training, or 256 at most.", int),
+    Argument("--engines NAMES", "Time in these engines. Default: torch.", tuple[str, ...], ("torch",)),
+    Argument("--repeats N", "Call each model so often. Default: 15.", int, 15),
+    Argument("--device DEVICE", "Time on cpu or cuda. Default: cpu.", Literal["cpu", "cuda"], "cpu"),
     JSON,
 )
 def bench(options: Options) -> None:
@@ -171,13 +175,13 @@ def _fastest(rows: list[dict[str, Any]], place: Callable[[dict[str, Any]], str])
 
 
 @command(
-    Argument("FOLDER", "Of a run, of `rankwise.save` or of transformers' `save_pretrained`.", required=True),
-    Argument("--to FORMAT", "onnx, openvino or pt2.", Literal["onnx", "openvino", "pt2"], required=True),
+    Argument("FOLDER", "The folder of a run, of `rankwise.save` or of transformers' `save_pretrained`.", required=True),
+    Argument("--to FORMAT", "Write for onnx, openvino or pt2.", Literal["onnx", "openvino", "pt2"], required=True),
     Argument("--int8", "Store matrices in 8 bits (onnx and openvino)."),
-    Argument("--out FOLDER", "A new folder. Default: FOLDER-FORMAT, here."),
-    Argument("--dense FOLDER", "The dense model, to be timed on the same engine."),
-    Argument("--batch N", "Texts of the example; 1 fixes the batch. Default: 2.", int, 2),
-    Argument("--length N", "Tokens of a text of the example. Default: 128.", int, 128),
+    Argument("--out FOLDER", "Write into this new folder. Default: FOLDER-FORMAT, here."),
+    Argument("--dense FOLDER", "Time this dense model on the same engine."),
+    Argument("--batch N", "Use so many texts as the example; 1 fixes the batch. Default: 2.", int, 2),
+    Argument("--length N", "Use texts of so many tokens. Default: 128.", int, 128),
     JSON,
 )
 def export(options: Options) -> None:
