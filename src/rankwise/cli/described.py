@@ -14,6 +14,7 @@ from rankwise.cli.tables import print_table, say
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
+    from rankwise.core.budget import Budget
     from rankwise.lab.tasks.base import Experiment
 
 CONFIG = Argument(
@@ -139,8 +140,7 @@ def show_plan(command: str, options: Options, folder: Path, grid: Mapping[str, S
         ("dense model", f"{preview.parameters:,} parameters, {preview.prunable:,} of them prunable"),
     ]
     if experiment.budget is not None and command not in ("train", "sweep"):
-        asked = _budget(experiment)
-        rows.append((experiment.method.name, asked if asked else f"at most {preview.exported:,} parameters"))
+        rows.append((experiment.method.name, _size(experiment.budget, preview.exported)))
     rows += [(name, _steps(getattr(experiment, name))) for name in _phases(command, experiment)]
     if command == "run":
         number = f"{preview.steps:,} steps, {preview.tokens / 1e6:,.1f}M tokens"
@@ -172,10 +172,13 @@ def _compared(experiment: Experiment) -> dict[str, Sequence[str]]:
     return {"compared with": experiment.compare} if experiment.compare else {}
 
 
-def _budget(experiment: Experiment) -> str:
-    """A size that is not known before something is measured or read."""
-    budget = experiment.budget
-    return f"as large as {budget.latency_ms:g} ms allow" if budget is not None and budget.latency_ms is not None else ""
+def _size(budget: Budget, exported: int) -> str:
+    """The size that is asked for; `exported` is what a fraction removed comes to."""
+    if budget.latency_ms is not None:
+        return f"as large as {budget.latency_ms:g} ms for an answer allow, which is measured first"
+    if budget.megabytes is not None:
+        return f"at most {budget.megabytes:g} MB"
+    return f"at most {exported if budget.params is None else budget.params:,} parameters"
 
 
 def _phases(command: str, experiment: Experiment) -> list[str]:

@@ -139,20 +139,14 @@ class PretrainedExperiment(Experiment):
 
     def size_preview(self) -> SizePreview:
         """Sizes of the model that the preset names; steps for as many examples as `max_steps` allows."""
-        known, budget = self.known_models[self.name], self.budget
-        exported = known.parameters
-        if budget is not None and budget.params is not None:
-            exported = budget.params
-        elif budget is not None and budget.megabytes is not None:
-            exported = int(budget.megabytes * 1e6 / (budget.dtype or torch.float32).itemsize)
-        elif budget is not None and budget.removed is not None:
-            exported -= int(budget.removed * (known.parameters if budget.of == "model" else known.prunable))
+        known = self.known_models[self.name]
+        removed = 0.0 if self.budget is None else self.budget.removed or 0.0
         steps = [phase.steps(self.expected_examples) for phase in self.phases]
         examples = sum(number * phase.batch_size for number, phase in zip(steps, self.phases, strict=True))
         return SizePreview(
             parameters=known.parameters,
             prunable=known.prunable,
-            exported=exported,
+            exported=known.parameters - int(removed * known.parameters),
             steps=sum(steps),
             tokens=examples * self.model.max_length,
             corpus=self.reads,
