@@ -114,6 +114,15 @@ def test_a_bad_file_is_one_line(
     assert str(tmp_path / name) in line
 
 
+@pytest.mark.parametrize("kind, name", [("causal", "mine"), ("demo", ["x"])])
+def test_a_name_that_nothing_is_known_of_is_refused(
+    kind: str, name: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, json.dumps({**preset(kind).to_json(), "name": name}), "json")
+    assert run(["run", "--config", path, "--dry-run"]) == 2
+    assert f"`name` must be that of a preset, but is {name!r} instead." in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--config", str(tmp_path / "no.toml")]) == 2
     assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in capsys.readouterr().err

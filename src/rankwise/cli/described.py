@@ -96,9 +96,14 @@ def _saved(path: Path, plain: Mapping[str, Any]) -> Experiment:
     if isinstance(corpus := plain.get("corpus"), dict):
         plain["corpus"] = {name: value for name, value in corpus.items() if name != FINGERPRINT}
     try:
-        return from_json(plain)
+        experiment = from_json(plain)
     except RankwiseError as error:
         raise UsageError(f"{path}: {error}") from None
+    # a model of transformers is known by the name of its preset
+    known = getattr(experiment, "known_models", None)
+    if not isinstance(experiment.name, str) or (known is not None and experiment.name not in known):
+        raise UsageError(f"{path}: `name` must be that of a preset, but is {experiment.name!r} instead.")
+    return experiment
 
 
 def _texts(prefix: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
