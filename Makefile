@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench vllm test-vllm clean
+.PHONY: help setup run test lint format docs bench vllm test-vllm clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ lint: setup  ## run ruff, mypy and import-linter
 format: setup  ## format the code and apply the safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## build the documentation site into build/site; a broken link or a missing docstring fails
+	$(BIN)/python docs/assemble.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup  ## time the core against its dense counterpart
 	$(BIN)/python benchmarks/core.py $(ARGS)

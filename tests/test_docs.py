@@ -7,10 +7,11 @@ import csv
 import importlib
 import json
 import re
-import runpy
 import shlex
+import shutil
 import statistics
-import sys
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "src").rglob("*.md")),
 ]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""The language and the text of a block of code."""
 TERMS = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/paper_map.md").read_text())
 
 
@@ -139,27 +142,162 @@ def test_the_tables_on_scaling_follow_from_what_was_measured(monkeypatch: pytest
     assert model.dense + 2 * model.head == 6_738_415_616 - (2 * model.layers + 1) * model.width
 
 
-def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code is not None
-    monkeypatch.chdir(tmp_path)
+SHORTER = {
+    "1_000": "10",
+    "The function ": "w1 w2",
+    "=300": "=3",
+    'device_map="cuda", ': "",
+    "150000": "500",
+    "--method.anneal_steps 200": "--method.anneal_steps 2",
+    "--model.width 256 --model.rank 64": "--model.width 16 --model.rank 5",
+    "--both.window 32": "--both.window 8",
+    "--removed 0.7,0.8,0.9 --seeds 0,1,2": "--removed 0.7 --seeds 0,1",
+    "--seeds 0,1\n": "--seeds 0\n",
+}
+"""What the pages show, and what the tests run in its place to be quick."""
+TOO_SLOW = ("compile", "cuda", "openvino", "glue", "run sentences", "run causal")
+"""Commands with these words are parsed and not run: they need a GPU, a download or a compiler."""
+FOLLOWED = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src").rglob("*.md"))]
+    if re.search(r"```python|^rankwise ", page.read_text(), re.MULTILINE) and page.name != "huggingface.md"
+]
+"""Pages that are gone through as a reader would; tests/hf goes through huggingface.md."""
 
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 
+class Net(nn.Module):
+    """A model of one's own, for pages that speak of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has: a text, models of transformers, a file with a model, a finished run."""
+    import rankwise.hf
+    from rankwise.cli.app import run
+    from tests.cli.cli_toys import words
+    from tests.hf.hf_families import build
+    from tests.hf.test_compress import tokenizer
+
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "text.txt").write_text(" ".join(f"w{i * i % 47}" for i in range(1_500)))
+    (folder / "README.md").write_text(" ".join(f"w{i * i % 43}" for i in range(1_500)))
+    (folder / "my_models.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))\n"
+    )
+    for name, family in (("my-model", "llama"), ("my-llama", "llama"), ("my-bert", "bert")):
+        model = build(family)
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+        small = rw.compress(model, rw.Budget(removed=0.3))
+        rankwise.hf.save_pretrained(small, folder / f"{name}-small", tokenizer=tokenizer())
+    assert run(["run", "demo", *words(folder), "--out", str(folder / "runs/demo")]) == 0
+    return folder
+
+
+def names_for(page: Path) -> dict[str, Any]:
+    """What the snippets of a page take for granted."""
+    from tests.hf.hf_families import batch, build
+    from tests.hf.test_compress import tokenizer
+
+    torch.manual_seed(0)
     batches = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(12)]
-    names = {"torch": torch, "model": build(), "build": build, "batches": batches, "criterion": nn.MSELoss()}
-    exec(code[1].replace("1_000", "10"), names)
-    small = names["small"]
-    assert isinstance(small, nn.Module)
-    assert rw.count(small) <= 0.2 * rw.count(build())
+    names: dict[str, Any] = {
+        "torch": torch,
+        "model": Net(),
+        "build": Net,
+        "batches": batches,
+        "criterion": nn.MSELoss(),
+    }
+    if page.name == "compress.md":
+        model = build("llama")
+        names |= {"model": model, "tokenizer": tokenizer(), "batches": [batch(model, seed=i) for i in range(4)]}
+    if page.name == "export.md":
+        bert = build("bert").eval()
+        inputs = batch(bert)
+        names |= {"model": bert, "tokens": inputs["input_ids"], "mask": inputs["attention_mask"]}
+    if page.name == "inference.md":
+        names |= {"prompt": torch.ones(1, 4, dtype=torch.long), "next_token": torch.ones(1, 1, dtype=torch.long)}
+    if page.parent.name == "methods":
+        names |= vars(importlib.import_module("rankwise.methods.paper")) | {"dataclass": dataclass}
+    return names
+
+
+def toy_words(name: str, words: list[str], folder: Path) -> list[str]:
+    """A command of a page with settings that make it a toy; those of the page come last, and win."""
+    from tests.cli import cli_toys
+
+    if name in ("run", "train", "sweep") and "--config" not in words and "--dry-run" not in words:
+        place = 1 if words and not words[0].startswith("-") else 0
+        return [*words[:place], *cli_toys.words(folder), *words[place:]]
+    if name in ("evaluate", "prune"):
+        return [*words, *cli_toys.cache(folder)]
+    if name == "compress":
+        return [*words, "--windows", "8", "--window", "16"]
+    if name == "bench":
+        return [*words, "--repeats", "2", "--length", "5"]
+    return [*words, "--length", "5"] if name == "export" else words
 
 
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
-def test_the_small_transformer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["small_transformer.py", "--quick"])
-    runpy.run_path(str(ROOT / "examples/small_transformer.py"), run_name="__main__")
-    assert "largest difference of logits 0.0e+00" in capsys.readouterr().out
+@pytest.mark.filterwarnings("ignore:gates cannot decide")
+@pytest.mark.filterwarnings("ignore:pruning has only")
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_can_be_followed_to_its_end(
+    page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its snippets and commands, in order, at toy size."""
+    from rankwise.cli.app import run
+
+    folder = tmp_path / "desk"
+    shutil.copytree(desk, folder, ignore=shutil.ignore_patterns("demo") if page.name == "tutorial.md" else None)
+    monkeypatch.chdir(folder)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for made in re.findall(r"--out (\S+)", page.read_text()):
+        # what the page itself makes is not there before
+        shutil.rmtree(folder / made, ignore_errors=True)
+    names = names_for(page)
+    for language, text in FENCE.findall(page.read_text()):
+        for shown, quick in SHORTER.items():
+            text = text.replace(shown, quick)
+        if language == "toml":
+            Path("run.toml").write_text(text)
+            assert run(["run", "--config", "run.toml", "--dry-run"]) == 0
+        # whether a time can be met is for the machine to say; tests/test_latency.py has a clock of its own
+        if language == "python" and "meet_latency(" not in text:
+            exec(text, names)
+        for line in re.sub(r"\\\n\s*", "", text).splitlines():
+            command = re.split(r"\s{2,}#", line)[0]
+            if command.startswith("rankwise ") and not any(word in command for word in TOO_SLOW):
+                _, name, *words = shlex.split(command)
+                code = run([name, *toy_words(name, words, folder)])
+                assert code == 0, f"{command}: {capsys.readouterr().err.splitlines()[-1]}"
+
+
+def test_the_example_in_the_readme_meets_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(tmp_path)
+    names = names_for(ROOT / "README.md")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(code[1].replace("1_000", "10"), names)
+    assert rw.count(names["small"]) <= 0.2 * rw.count(Net())
+
+
+def test_the_diagrams_are_what_the_command_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    for name, draw in importlib.import_module("diagrams").DIAGRAMS.items():
+        assert (ROOT / f"docs/figures/{name}.svg").read_text() == draw(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -181,9 +319,9 @@ def test_what_the_examples_import_exists(page: Path) -> None:
 COMMANDS = [
     (str(page.relative_to(ROOT)), re.split(r"\s{2,}#", line)[0].strip())
     for page in PAGES
-    for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
+    for language, block in FENCE.findall(page.read_text())
     for line in block.splitlines()
-    if line.startswith("rankwise ")
+    if not language and line.startswith("rankwise ")
 ]
 
 
@@ -199,7 +337,7 @@ def test_commands_in_the_docs_are_understood(page: str, command: str, tmp_path: 
     options = parse(app.COMMANDS[name], words)
     experiment = app.COMMANDS[name].experiment
     if experiment is not None:
-        in_a_run = name in ("prune", "evaluate")
+        in_a_run = name in ("prune", "evaluate") or getattr(options, "config", None) is not None
         configured(preset("demo") if in_a_run else experiment(options), options)
 
 
@@ -218,6 +356,8 @@ def test_the_commands_of_a_page_can_be_run_one_after_another(page: str) -> None:
         if name not in ("run", "train", "sweep") or experiment is None:
             continue
         options = parse(app.COMMANDS[name], words)
+        if options.dry_run or options.config is not None:
+            continue
         folder = folder_of(name, options, configured(experiment(options), options))
         assert folders.setdefault(folder, command) == command, folder
 

@@ -113,7 +113,7 @@ def test_a_base_is_trained_once_and_pruned_by_any_method(
     arguments = ["--method", "np-l0", "--budget.removed=0.5", "--out", str(tmp_path / "pruned" / "np")]
     found = lines(capsys, "prune", str(base / "base"), *cache(place), *arguments)
     assert "parameters" in found[0]
-    assert found[-1] == f"The model is in {tmp_path / 'pruned' / 'np'}."
+    assert found[-1] == f"Next: rankwise report {base / 'base'} {tmp_path / 'pruned' / 'np'}"
 
 
 def test_evaluate_finds_what_the_run_found(
@@ -333,7 +333,7 @@ def test_presets_lists_sizes_and_needs(capsys: pytest.CaptureFixture[str]) -> No
     assert demo["exported"] < demo["parameters"]
     found = lines(capsys, "presets", "transformer-xl", "short")
     names = [name for name in PRESETS if "transformer-xl" in name and "short" in name]
-    assert re.fullmatch(r"Transformer-XL table, .* Corpus enwik8, download \d+ MB\.", found[0])
+    assert re.fullmatch(r"Transformer-XL table, .*: corpus enwik8, download \d+ MB", found[0])
     assert [line.split()[0] for line in found[3:-2]] == names
     assert found[-1].startswith(f"{len(names)} of {len(PRESETS)} presets.")
 

@@ -67,4 +67,4 @@ def test_a_task_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["presets", "glue"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in ("glue-roberta", "124,647,170", "glue-mpnet", "109,488,002", "glue-minilm"))
+    assert all(name in listed for name in ("glue-roberta", "125M to 81M", "glue-mpnet", "109M to 71.2M", "glue-minilm"))

@@ -91,7 +91,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         (["run", "demo", "--json=yes"], "`--json` takes no value, but has 'yes'."),
         (["export", "nowhere"], "`rankwise export` needs --to FORMAT. See `rankwise export --help`."),
         (["sample", "-x"], "There is no option `-x` here."),
-        (["train"], "`rankwise train` needs PRESET. See `rankwise train --help`."),
+        (["train"], "PRESET or `--config FILE` must be given, but neither is."),
         (["prune", "nowhere"], "A run's folder must hold experiment.json, but nowhere does not."),
         (
             ["prune", "nowhere", "--model.width", "3"],

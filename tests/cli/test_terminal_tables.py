@@ -18,6 +18,7 @@ from rich.console import Console
 
 from rankwise.cli import tables
 from rankwise.cli.app import COMMANDS, run
+from rankwise.cli.command import parse
 from rankwise.cli.tables import LEAST
 from rankwise.lab.experiments.presets import PRESETS
 from rankwise.lab.report import table
@@ -149,6 +150,14 @@ def test_every_help_fits_80_columns(
         assert len(settings) > len(lines)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_is_made_of_sentences(name: str) -> None:
+    command = COMMANDS[name]
+    paragraphs = [text for text in command.details.split("\n\n") if not text.startswith("example:")]
+    for text in (command.about, *paragraphs, *(argument.help for argument in command.arguments)):
+        assert text.endswith("."), text
+
+
 def test_an_example_of_a_help_is_one_command_when_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,8 +181,10 @@ def test_every_table_fits_80_columns(
     rows = json.loads((finished / "record.json").read_text())["rows"]
     for lines in (show("run", "demo", *words(place), "--out", "run"), show("report", "run")):
         assert fits(lines)
+        # a sentence may follow
+        shown = lines[: [*lines, ""].index("")]
         for row in rows:
-            (line,) = (line for line in lines if line.split()[:1] == [row["name"]])
+            (line,) = (line for line in shown if line.split()[:1] == [row["name"]])
             assert f"{row['parameters']:,} {row['removed']:.1%} " in " ".join(line.split())
             assert [f"{row[split]['bits_per_character']:.4f}" for split in ("valid", "test")] == line.split()[4:6]
     grid = ("--methods", "fac", "--removed", "0.5", "--seeds", "0,1")
@@ -191,6 +202,55 @@ def test_every_table_fits_80_columns(
     assert fits(show("plan", "run"))
     assert fits(show("plan", "run", "--removed", "0.3"))
     assert fits(show("export", "run", "--to", "pt2", "--length", "4", "--out", "exported"))
+    assert fits(show("run", "demo", "--dry-run"))
+    assert fits(show("sweep", "glue-minilm", "--dry-run", "--removed", "0.35,0.6"))
+    assert fits(show("prune", "mine", "--dry-run", "--budget.removed", "0.6"))
+
+
+ENDINGS = {
+    "run": ["run", "demo", "--out", "new", "--compare", ""],
+    "train": ["train", "demo", "--out", "new"],
+    "prune": ["prune", "copy", "--budget.removed", "0.6", "--out", "new"],
+    "sweep": ["sweep", "demo", "--methods", "fac", "--removed", "0.5", "--out", "new"],
+    "bench": ["bench", "copy", "--repeats", "2", "--length", "8", "--batch", "1", "--threads", "1"],
+    "export": ["export", "copy", "--to", "pt2", "--length", "4", "--out", "new"],
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_command_ends_in_a_sentence_and_the_next_command_which_works(
+    name: str,
+    finished: Path,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, "copy")
+    options = words(place) if name in ("run", "train", "sweep") else cache(place) if name == "prune" else []
+    lines = run_at_80(monkeypatch, capsys, *ENDINGS[name], *options)
+    sentence, following = " ".join(lines[lines.index("") :]).rsplit(" Next: ", 1)
+    assert sentence.endswith(".")
+    assert re.search(r"\d", sentence)
+    assert lines[-1].endswith(following)
+    program, command, *words_of_it = shlex.split(following)
+    assert program == "rankwise"
+    if command == "bench" or following.endswith("onnx"):
+        # these take long, and have tests of their own
+        parse(COMMANDS[command], words_of_it)
+    else:
+        settings = ["--length", "5"] if command == "sample" else cache(place) if command == "prune" else []
+        assert run([command, *words_of_it, *settings]) == 0
+
+
+def test_nothing_is_coloured_in_a_pipe(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for arguments in (["report", str(finished)], ["presets", "demo"], ["plan", str(finished)], ["run", "--dry-run"]):
+        assert "\x1b" not in "\n".join(run_at_80(monkeypatch, capsys, *arguments))
 
 
 def test_the_longest_preset_is_listed_whole(
@@ -201,4 +261,18 @@ def test_the_longest_preset_is_listed_whole(
     assert fits(lines)
     for entry in json.loads("\n".join(run_at_80(monkeypatch, capsys, "presets", longest[:-8], "--json"))):
         (line,) = (line for line in lines if line.split()[:1] == [entry["name"]])
-        assert line.split()[1:4] == [f"{entry[name]:,}" for name in ("parameters", "exported", "steps")]
+        assert line.split()[-2:] == [f"{entry['steps']:,}", "steps"]
+
+
+def test_every_preset_is_a_row_of_two_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run_at_80(monkeypatch, capsys, "presets")
+    assert fits(lines)
+    for name, preset in PRESETS.items():
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        if preset.table:
+            assert re.fullmatch(r"\S+ +[\d.]+M to [\d.]+M, [\d,]+ steps", line)
+    titles = [line.partition(" table")[0] for line in lines if " table, " in line]
+    # as published, and short
+    assert Counter(titles) == {preset.table: 2 for preset in PRESETS.values() if preset.table}

@@ -109,4 +109,6 @@ def _overview() -> str:
 
 
 def _say(message: str) -> None:
-    print(f"rankwise: {' '.join(message.split())}", file=sys.stderr)
+    line = f"rankwise: {' '.join(message.split())}"
+    # a terminal would break it inside words
+    print(wrapped(line) if sys.stderr.isatty() else line, file=sys.stderr)

@@ -206,7 +206,7 @@ def help_text(command: Command, arguments: Sequence[str]) -> str:
     except UsageError:
         # such as a missing argument, which the help explains
         return text
-    if command.experiment is None or options.subject is None:
+    if command.experiment is None or (options.subject is None and getattr(options, "config", None) is None):
         return text
     from rankwise.cli.settings import configured, settings_help
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from rankwise.cli.tables import terminal
+from rankwise.cli.tables import terminal, wrapped
 from rankwise.lab.report import MEASURES
 from rankwise.lab.training import Watcher
 
@@ -154,7 +155,8 @@ class Bar(Watcher):
         """The bar, and a line below it. Another thread draws it."""
         status = self.status
         below = status.words(status.last) if status else self.below
-        return Group(self.progress.get_renderable(), *([Text(f"  {below}")] if below else []))
+        lines = phrases(f"  {below}", self.console.width)
+        return Group(self.progress.get_renderable(), *([Text(lines)] if below else []))
 
     def _show(self, text: str, done: int, total: int | None) -> None:
         # `update` would keep a total from before, where there is none now
@@ -172,7 +174,13 @@ class Bar(Watcher):
         # the bar goes first, or the line would stand above a stale one
         self.progress.update(self.task, visible=False)
         self.live.refresh()
-        self.say("  ".join(words))
+        self.say(phrases("  ".join(words), self.console.width))
+
+
+def phrases(text: str, width: int) -> str:
+    """Phrases with two spaces between them, in lines that break there alone."""
+    whole = re.sub(r"(?<! ) (?! )", "\0", text)
+    return wrapped(whole, "  ", width).replace("\0", " ")
 
 
 def amount(done: int, total: int | None) -> str:

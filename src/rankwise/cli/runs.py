@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Argument, Options, UsageError, command
-from rankwise.cli.tables import print_table, say
+from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
+from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import Table, gather, row_table, table
+from rankwise.lab.report import CONTROL, MEASURES, Table, gather, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
     from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"
-PRESET = Argument("PRESET", "A name that `rankwise presets` lists.", required=True)
-TRACKERS = Argument("--trackers NAMES", "Trackers, with commas: tensorboard, wandb.", tuple[str, ...], ())
+PRESET = Argument("PRESET", "A name that `rankwise presets` lists.")
+TRACKERS = Argument(
+    "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb.", tuple[str, ...], ()
+)
 JSON = Argument("--json", "Print the record as JSON.")
 
 
@@ -32,9 +35,11 @@ def _out(default: str) -> Argument:
 
 
 def of_preset(options: Options) -> Experiment:
-    from rankwise.lab.experiments.presets import preset
+    return experiment_of(options, None)
 
-    return preset(options.subject or DEMO)
+
+def of_preset_or_demo(options: Options) -> Experiment:
+    return experiment_of(options, DEMO)
 
 
 def of_base(options: Options) -> Experiment:
@@ -61,11 +66,13 @@ def refuse_settings(options: Options, refused: Callable[[str], bool], why: str) 
 
 
 @command(
-    dataclasses.replace(PRESET, help=f"{PRESET.help} Default: {DEMO}.", required=False),
+    dataclasses.replace(PRESET, help=f"{PRESET.help} Default: {DEMO}."),
+    CONFIG,
     _out("runs/PRESET, with GLUE runs/PRESET-TASK"),
     TRACKERS,
+    DRY_RUN,
     JSON,
-    experiment=of_preset,
+    experiment=of_preset_or_demo,
 )
 def run(options: Options) -> None:
     """Train, prune, compact, evaluate, time and report in one go.
@@ -73,17 +80,24 @@ def run(options: Options) -> None:
     Ctrl-C stops the run; the same command again goes on from there.
 
     example: rankwise run demo --budget.removed 0.9 --out runs/smaller
+    example: rankwise run --config runs/smaller/experiment.json --out runs/again
     """
+    folder = folder_of("run", options, options.experiment)
+    if options.dry_run:
+        show_plan("run", options, folder)
+        return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
 
-    folder = folder_of("run", options, options.experiment)
     with watching() as watcher:
         record = pipeline.run(options.experiment, folder, watcher=watcher, trackers=options.trackers)
-    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
+    if _show(options, record, table(record)):
+        own = _own_row(record, options.experiment.method.name)
+        following = "sample" if (folder / own["folder"] / "vocabulary.json").is_file() else "bench"
+        close(f"{_result(own, _dense_row(record))}; all of it is in {folder}.", "rankwise", following, str(folder))
 
 
-@command(PRESET, _out("runs/PRESET"), TRACKERS, JSON, experiment=of_preset)
+@command(PRESET, CONFIG, _out("runs/PRESET"), TRACKERS, DRY_RUN, JSON, experiment=of_preset)
 def train(options: Options) -> None:
     """Train the dense model of a preset, to be pruned later.
 
@@ -91,19 +105,24 @@ def train(options: Options) -> None:
 
     example: rankwise train demo --out runs/mine
     """
+    folder = folder_of("train", options, options.experiment)
+    if options.dry_run:
+        show_plan("train", options, folder)
+        return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
 
-    folder = folder_of("train", options, options.experiment)
     with watching() as watcher:
         row = pipeline.train(options.experiment, folder, watcher=watcher, trackers=options.trackers)
-    _show(options, row, row_table(row), f"The model is in {folder / row['folder']}.")
+    if _show(options, row, row_table(row)):
+        close(f"{_result(row)}; it is in {folder / row['folder']}.", "rankwise", "prune", str(folder))
 
 
 @command(
     Argument("BASE", "The folder that `rankwise train` wrote to.", required=True),
     _out("runs/PRESET-METHOD"),
     TRACKERS,
+    DRY_RUN,
     JSON,
     experiment=of_base,
 )
@@ -115,12 +134,14 @@ def prune(options: Options) -> None:
 
     example: rankwise prune runs/mine --method np-l0 --budget.removed 0.7
     """
+    experiment, base = options.experiment, base_folder(options)
+    folder = folder_of("prune", options, experiment)
+    if options.dry_run:
+        show_plan("prune", options, folder)
+        return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
     from rankwise.lab.experiments.run_folder import read_fingerprint
-
-    experiment, base = options.experiment, base_folder(options)
-    folder = folder_of("prune", options, experiment)
 
     def read(progress: Progress) -> Data:
         data: Data = experiment.read_saved(dict(options.given), read_fingerprint(base), progress)
@@ -128,16 +149,19 @@ def prune(options: Options) -> None:
 
     with watching() as watcher:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
-    _show(options, row, row_table(row), f"The model is in {folder}.")
+    if _show(options, row, row_table(row)):
+        close(f"{_result(row)}; it is in {folder}.", "rankwise", "report", str(base), str(folder))
 
 
 @command(
     PRESET,
-    Argument("--methods NAMES", "Methods with commas: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
-    Argument("--removed FRACTIONS", "Sizes with commas: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
-    Argument("--seeds NUMBERS", "Seeds with commas: 0,1,2. Default: as in the preset.", tuple[int, ...]),
+    CONFIG,
+    Argument("--methods NAMES", "Compare these methods: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
+    Argument("--removed FRACTIONS", "Reach these sizes: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
+    Argument("--seeds NUMBERS", "Repeat with these seeds: 0,1,2. Default: as in the preset.", tuple[int, ...]),
     _out("runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep"),
     TRACKERS,
+    DRY_RUN,
     JSON,
     experiment=of_preset,
 )
@@ -149,9 +173,6 @@ def sweep(options: Options) -> None:
 
     example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8
     """
-    from rankwise.cli.progress import watching
-    from rankwise.lab.experiments.pipeline import sweep
-
     experiment = options.experiment
     if experiment.budget is not None and experiment.budget.latency_ms is not None:
         raise UsageError(
@@ -168,9 +189,16 @@ def sweep(options: Options) -> None:
     }
     grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
     folder = folder_of("sweep", options, experiment)
+    if options.dry_run:
+        show_plan("sweep", options, folder, grid)
+        return
+    from rankwise.cli.progress import watching
+    from rankwise.lab.experiments.pipeline import sweep
+
     with watching() as watcher:
         record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, **grid)
-    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
+    if _show(options, record, table(record)):
+        close(f"{_spread_of(record)}; all of it is in {folder}.", "rankwise", "report", str(folder), "--markdown")
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
@@ -183,12 +211,52 @@ def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
     return Path("runs", "-".join(filter(None, (name, getattr(experiment, "task", None), ends.get(command)))))
 
 
-def _show(options: Options, content: Mapping[str, Any], found: Table, where: str) -> None:
+def _show(options: Options, content: Mapping[str, Any], found: Table) -> bool:
+    """Print a table, or JSON if that is asked for; whether a sentence may follow."""
     if options.json:
         print(json.dumps(content, indent=1))
-        return
+        return False
     show_table(found)
-    print(f"\n{where}")
+    return True
+
+
+def _own_row(record: Mapping[str, Any], method: str) -> Mapping[str, Any]:
+    """The row of the run's own method; where that is dense, the first."""
+    rows: list[Mapping[str, Any]] = record["rows"]
+    return next((row for row in rows if row["name"] == method), rows[0])
+
+
+def _dense_row(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((row for row in record["rows"] if row["name"] == CONTROL), None)
+
+
+def _result(row: Mapping[str, Any], dense: Mapping[str, Any] | None = None) -> str:
+    """The size, quality and speed of a model, against those of the dense one."""
+    size = f"{row['parameters']:,}{' non-zero' if row['nonzeros'] else ''} parameters ({row['removed']:.1%} removed)"
+    split, measure = _measure(row)
+    found = f"{row['name']} has {size} and {row[split][measure]:.4f} {split} {MEASURES[measure]}"
+    if dense is None or dense is row:
+        return found
+    return f"{found}, where dense has {dense[split][measure]:.4f}, at {row['speedup']:.2f} times its speed"
+
+
+def _spread_of(record: Mapping[str, Any]) -> str:
+    """How many models a sweep made, and between which sizes and qualities they are."""
+    rows = [row for run in record["runs"] for row in run["rows"] if row["name"] != CONTROL]
+    split, measure = _measure(rows[0])
+    sizes, values = [row["parameters"] for row in rows], [row[split][measure] for row in rows]
+    dense = [found[split][measure] for run in record["runs"] if (found := _dense_row(run)) is not None]
+    against = f", where dense has {spread(dense)}" if dense else ""
+    return (
+        f"{len(rows)} models have {min(sizes):,} to {max(sizes):,} parameters and {min(values):.4f} to "
+        f"{max(values):.4f} {split} {MEASURES[measure]}{against}"
+    )
+
+
+def _measure(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The split and the measure that a sentence tells."""
+    split = "test" if row["test"] else "valid"
+    return split, next(measure for measure in MEASURES if measure in row[split])
 
 
 def show_table(found: Table) -> None:
@@ -199,7 +267,9 @@ def show_table(found: Table) -> None:
 
 
 @command(
-    Argument("FOLDER", "Of a run, of a sweep, of a pruned model or of records.", required=True, several=True),
+    Argument(
+        "FOLDER", "The folder of a run, of a sweep, of a pruned model or of records.", required=True, several=True
+    ),
     Argument("--json", "Print a list of the records as JSON."),
     Argument("--markdown", "Print tables for a Markdown file."),
 )
@@ -234,8 +304,8 @@ def report(options: Options) -> None:
 def presets(options: Options) -> None:
     """List the presets, their sizes and what they need.
 
-    Sizes are in parameters: those of the dense model, and those of the exported one. Downloads are kept for the next
-    run.
+    Sizes are in parameters: those of the dense model, and those of the exported one. `--json` has the tokens too, and
+    `rankwise run NAME --dry-run` every setting. Downloads are kept for the next run.
 
     example: rankwise presets enwik8 short
     """
@@ -252,16 +322,22 @@ def presets(options: Options) -> None:
     if options.json:
         print(json.dumps(listed, indent=1))
         return
-    # what many presets have in common is said once
-    groups: dict[str, list[list[str]]] = {}
+    # what the rows of a table have in common is said once
+    groups: dict[str, list[tuple[str, str]]] = {}
     for entry in listed:
-        table, megabytes = f"{entry['table']} table, " if entry["table"] else "", entry["download_megabytes"]
-        title = f"{table}{entry['about']}. Corpus {entry['corpus']}, download "
-        title += f"{megabytes} MB." if megabytes else "none."
-        numbers = [f"{entry[name]:,}" for name in ("parameters", "exported", "steps")]
-        groups.setdefault(title, []).append([entry["name"], *numbers, f"{entry['tokens'] / 1e6:,.1f}M"])
+        sizes, megabytes = (
+            [f"{entry[key] / 1e6:.3g}M" for key in ("parameters", "exported")],
+            entry["download_megabytes"],
+        )
+        figures, download = " to ".join(sizes), f"download {megabytes} MB" if megabytes else "no download"
+        if entry["table"]:
+            title = f"{entry['table']} table, {entry['about']}: corpus {entry['corpus']}, {download}"
+            figures += f", {entry['steps']:,} steps"
+        else:
+            title, figures = "Not in the paper", f"{entry['about']}: {figures}, {download}"
+        groups.setdefault(title, []).append((entry["name"], figures))
     for title, rows in groups.items():
         say(f"{title}\n")
-        print_table(("preset", "parameters", "exported", "steps", "tokens"), rows, words=("preset",))
+        print_table(("preset", "parameters"), rows, words=("preset", "parameters"))
         print()
     say(f"{len(found)} of {len(PRESETS)} presets. `rankwise run NAME --help` shows the settings of one.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 from rankwise.cli.runs import refuse_settings
-from rankwise.cli.tables import print_table, say
+from rankwise.cli.tables import close, print_table, say
 from rankwise.lab.report import MEASURES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def of_model(options: Options) -> Experiment:
 
 @command(
     MODEL,
-    Argument("--split SPLIT", "valid, the default, or test.", Literal["valid", "test"], "valid"),
+    Argument("--split SPLIT", "Evaluate on valid or test. Default: valid.", Literal["valid", "test"], "valid"),
     JSON,
     experiment=of_model,
 )
@@ -79,8 +80,10 @@ def evaluate(options: Options) -> None:
 @command(
     MODEL,
     Argument("--prompt TEXT", f"What the text begins with. Default: {PROMPT!r}, if the model can write it."),
-    Argument("--length N", "Tokens to draw. Default: 500.", int, 500),
-    Argument("--temperature T", "0 always takes the likeliest token. Default: 0.8.", float, 0.8),
+    Argument("--length N", "Draw so many tokens. Default: 500.", int, 500),
+    Argument(
+        "--temperature T", "Lower is more cautious; 0 always takes the likeliest token. Default: 0.8.", float, 0.8
+    ),
     Argument("--top-k K", "Draw only from the K likeliest tokens.", int),
     Argument("--seed N", "Another number gives another text. Default: 0.", int, 0),
 )
@@ -104,12 +107,14 @@ def sample(options: Options) -> None:
 
 @command(
     Argument("FOLDER", "The folder of a run, of one of its models, or of a saved model.", required=True),
-    Argument("--batch NUMBERS", "Batch sizes with commas. Default: 1,16.", tuple[int, ...], (1, 16)),
-    Argument("--threads NUMBERS", "Threads. Default: 1,all.", tuple[int | Literal["all"], ...], (1, "all")),
-    Argument("--length N", "Tokens of a sequence. Default: as in training, or 256 at most.", int),
-    Argument("--engines NAMES", "Engines with commas. Default: torch.", tuple[str, ...], ("torch",)),
-    Argument("--repeats N", "Calls of each model. Default: 15.", int, 15),
-    Argument("--device DEVICE", "cpu or cuda. Default: cpu.", Literal["cpu", "cuda"], "cpu"),
+    Argument("--batch NUMBERS", "Time these batch sizes. Default: 1,16.", tuple[int, ...], (1, 16)),
+    Argument(
+        "--threads NUMBERS", "Time with so many threads. Default: 1,all.", tuple[int | Literal["all"], ...], (1, "all")
+    ),
+    Argument("--length N", "Time sequences of so many tokens. Default: as in training, or 256 at most.", int),
+    Argument("--engines NAMES", "Time in these engines. Default: torch.", tuple[str, ...], ("torch",)),
+    Argument("--repeats N", "Call each model so often. Default: 15.", int, 15),
+    Argument("--device DEVICE", "Time on cpu or cuda. Default: cpu.", Literal["cpu", "cuda"], "cpu"),
     JSON,
 )
 def bench(options: Options) -> None:
@@ -152,18 +157,31 @@ def bench(options: Options) -> None:
     for line in lines:
         say(line)
     say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
-    if found.record is not None:
-        print(f"Kept in {found.record}.")
+    kept = "" if found.record is None else f"; the figures are kept in {found.record}"
+    close(f"{_fastest(rows, place)}{kept}.", "rankwise", "export", options.subject, "--to", "onnx")
+
+
+def _fastest(rows: list[dict[str, Any]], place: Callable[[dict[str, Any]], str]) -> str:
+    """The last model against the first, in the case that was timed first."""
+    first = rows[0]
+    alike = [row for row in rows if all(row[name] == first[name] for name in ("engine", "batch", "precision"))]
+    last = [row for row in alike if place(row) == place(first)][-1]
+    took = f"{last['model']} takes {last['milliseconds']['median']:.2f} ms"
+    case = f"{first['engine']}, batch {first['batch']}, {place(first)}, {first['precision']}"
+    if last["model"] == first["model"]:
+        return f"{took} ({case})"
+    against = f"{first['model']} takes {first['milliseconds']['median']:.2f}"
+    return f"{took} where {against}, {last['speed']:.2f} times its speed ({case})"
 
 
 @command(
-    Argument("FOLDER", "of a run, of `rankwise.save` or of transformers' `save_pretrained`", required=True),
-    Argument("--to FORMAT", "onnx, openvino, pt2", Literal["onnx", "openvino", "pt2"], required=True),
-    Argument("--int8", "matrices of 8 bits (onnx and openvino)"),
-    Argument("--out FOLDER", "a new folder (default: FOLDER-FORMAT, here)"),
-    Argument("--dense FOLDER", "the dense model, to be timed on the same engine"),
-    Argument("--batch N", "of the example (default: 2; 1 fixes the batch)", int, 2),
-    Argument("--length N", "tokens of the example (default: 128)", int, 128),
+    Argument("FOLDER", "The folder of a run, of `rankwise.save` or of transformers' `save_pretrained`.", required=True),
+    Argument("--to FORMAT", "Write for onnx, openvino or pt2.", Literal["onnx", "openvino", "pt2"], required=True),
+    Argument("--int8", "Store matrices in 8 bits (onnx and openvino)."),
+    Argument("--out FOLDER", "Write into this new folder. Default: FOLDER-FORMAT, here."),
+    Argument("--dense FOLDER", "Time this dense model on the same engine."),
+    Argument("--batch N", "Use so many texts as the example; 1 fixes the batch. Default: 2.", int, 2),
+    Argument("--length N", "Use texts of so many tokens. Default: 128.", int, 128),
     JSON,
 )
 def export(options: Options) -> None:
@@ -225,4 +243,8 @@ def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -
     if line is not None:
         say(line)
     say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
-    print(f"The model is in {target}.")
+    own = rows[-1]
+    speed = "" if dense is None else f", at {dense / own['milliseconds']:.2f} times the speed of dense"
+    result = f"{target} holds the model in {own['bytes'] / 1e6:.2f} MB, {own['milliseconds']:.2f} ms a call{speed}."
+    engine = "compile" if options.to == "pt2" else options.to
+    close(result, "rankwise", "bench", options.subject, "--engines", f"torch,{engine}")

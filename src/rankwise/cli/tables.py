@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -42,6 +43,12 @@ def columns() -> int:
 def say(text: str) -> None:
     """Print a sentence. Words that are longer than a line, such as paths, stay whole."""
     print(wrapped(text))
+
+
+def close(result: str, *command: str) -> None:
+    """End a command with the result as a sentence, and the command that is useful next, which stays on one line."""
+    following = f"Next: {shlex.join(command)}".replace(" ", "\0")
+    print(wrapped(f"\n{result} {following}").replace("\0", " "))
 
 
 def wrapped(text: str, indent: str = "", width: int | None = None) -> str:

@@ -123,6 +123,7 @@ class Calibration:
 
     @property
     def num_kept_back(self) -> int:
+        """Windows that are kept back from calibration, to compare the models on."""
         return max(1, min(self.num_windows // 4, MOST_KEPT_BACK))
 
 
