@@ -172,7 +172,7 @@ class _SoftmaxDivergence(torch.autograd.Function):
     def forward(ctx: Any, given_NC: Tensor, wanted_NC: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(given_NC, wanted_NC)
         ctx.temperature = temperature
-        pairs = zip(*(x.split(_rows_at_once(given_NC)) for x in (given_NC, wanted_NC)), strict=True)
+        pairs = zip(*(torch.split(x, _rows_at_once(given_NC)) for x in (given_NC, wanted_NC)), strict=True)
         return torch.cat([divergence_reference(given, wanted, temperature) for given, wanted in pairs])
 
     @staticmethod
@@ -180,7 +180,7 @@ class _SoftmaxDivergence(torch.autograd.Function):
         """d/dx of T^2 KL(p | softmax(x / T)) is T (softmax(x / T) - p); chunks are computed again, and not kept."""
         given_NC, wanted_NC = ctx.saved_tensors
         grad_NC = torch.empty_like(given_NC)
-        parts = (x.split(_rows_at_once(given_NC)) for x in (given_NC, wanted_NC, grad_NC, grad_N))
+        parts = (torch.split(x, _rows_at_once(given_NC)) for x in (given_NC, wanted_NC, grad_NC, grad_N))
         for given, wanted, target, grad in zip(*parts, strict=True):
             q, p = (torch.softmax(x.to(grad.dtype) / ctx.temperature, -1) for x in (given, wanted))
             target.copy_(q.sub_(p).mul_(ctx.temperature * grad[:, None]))

@@ -19,6 +19,7 @@ MEASURES = {
     "matthews": "Matthews",
     "pearson": "Pearson",
     "accuracy": "accuracy",
+    "output_error": "relative error of the outputs",
 }
 """The measures of quality. The first that a row has is compared with the dense model's."""
 SPLITS = ("valid", "test")
