@@ -155,6 +155,25 @@ def test_the_example_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert rw.count(small) <= 0.2 * rw.count(build())
 
 
+def test_the_loop_that_heals_a_model_runs() -> None:
+    from tests.lab.experiments.healing_toys import decoder
+
+    *_, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/heal.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    dense: Any = decoder()
+    small = rw.compress(dense, rw.Budget(removed=0.4))
+    batches = [{"input_ids": torch.randint(16, (4, 12))} for _ in range(12)]
+
+    def difference() -> float:
+        with torch.no_grad():
+            p, q = (torch.log_softmax(model(**batches[0]).logits, -1) for model in (dense, small))
+        return float(nn.functional.kl_div(q, p, log_target=True, reduction="sum"))
+
+    before = difference()
+    exec(code, {"torch": torch, "dense": dense, "small": small, "batches": batches})
+    assert difference() < before
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 def test_the_small_transformer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["small_transformer.py", "--quick"])
