@@ -40,7 +40,7 @@ def heal(options: Options) -> None:
 
     Ctrl-C stops it; the same command again goes on from there.
 
-    example: rankwise heal small --text a.txt --text b.txt --teacher my-model --out healed
+    example: rankwise heal small --text a.txt --teacher my-model --out healed
     """
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.healing import heal_folder

@@ -292,7 +292,7 @@ def bad(place: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "no model": ({"folder": folder}, "FOLDER must be a folder or name that transformers can load"),
         "window": ({"window": 41}, "`window` must be at most 40 tokens, which is all the model reads, but is 41"),
         "accumulate": ({"accumulate": 3}, "`accumulate` must divide the 4 windows of a batch, but is 3"),
-        "steps": ({"steps": 0}, "`steps` must be a whole number of at least 1, but is 0"),
+        "steps": ({"steps": 1}, "`steps` must be a whole number of at least 2, but is 1"),
         "lr": ({"lr": -1.0}, "`lr` must be positive and finite, but is -1.0"),
         "rates": ({"rates": ()}, r"`rates` must be positive and finite, but are \[\]"),
         "out": ({"out": folder / "taken"}, "`folder` must be new, but .*taken exists"),

@@ -18,6 +18,8 @@ from rankwise.errors import InvalidValueError
 from rankwise.lab.training.config import Device, LoopConfig, check_choice, check_positive, check_whole, device_of
 from rankwise.lab.training.objective import Trainable
 
+LEAST_TRIED = 5
+"""Steps of the shortest trial of a learning rate."""
 REMEDY = "Give the dense model that it was made from."
 """For a teacher that is another model."""
 
@@ -47,8 +49,9 @@ class HealingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", tuple(self.rates))
-        check_whole(self, 1, "steps", "batch_size", "accumulate")
-        check_whole(self, 2, "window")
+        check_whole(self, 1, "batch_size", "accumulate")
+        # the learning rate of the last step is 0
+        check_whole(self, 2, "steps", "window")
         check_whole(self, 0, "seed")
         check_positive(self, "lr")
         check_choice(self, "device", get_args(Device))
@@ -57,8 +60,8 @@ class HealingConfig:
 
     @property
     def trial_steps(self) -> int:
-        """Steps of a trial: a tenth of the whole."""
-        return max(1, self.steps // 10)
+        """Steps of a trial: a tenth of the whole, and enough to tell rates apart."""
+        return min(self.steps, max(LEAST_TRIED, self.steps // 10))
 
     def phase(self, steps: int, lr: float, device: torch.device, **more: Any) -> dict[str, Any]:
         """Settings of the loop for `steps` steps."""
