@@ -121,7 +121,7 @@ class PretrainedPair(Pair):
             labels=0, logits=float(has_logits), hidden=float(not self.is_decoder), temperature=1
         )
         self.task = HealingTask(self.text, self.inputs, distillation, kept_back, not self.checkpointing)
-        self.teacher = teacher.bfloat16() if self.device.type == "cuda" else teacher
+        self.teacher = _cast(teacher, torch.bfloat16) if self.device.type == "cuda" else teacher
 
     def load(self) -> nn.Module:
         model: Any = open_model(self.folder)
@@ -231,10 +231,15 @@ def _check_tokenizers(own: Any, other: Any, tokens: Tensor, teacher: str) -> Non
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model with weights in float32, and without a memory of texts, which would take space."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    known: Any = model
+    known: Any = _cast(model, torch.float32)
     config = known.config.get_text_config()
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with weights of that precision; buffers, such as angles of positions, keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
