@@ -85,6 +85,7 @@ class Pair(ABC):
     task: Trainable
     teacher: nn.Module
     next_command: str = "bench"
+    """The command of rankwise that suits the result."""
 
     def __init__(self, folder: str, teacher: str, config: HealingConfig) -> None:
         self.folder, self.teacher_name, self.config = folder, teacher, config

@@ -51,6 +51,9 @@ class PretrainedPair(Pair):
         if "input_ids" not in names:
             raise RankwiseError(f"FOLDER must be a model that reads text, but {folder} is a {type(empty).__name__}.")
         self.words: int = self.about.get_text_config().vocab_size
+        if self.about.is_encoder_decoder:
+            # `rankwise bench` times models that read one text
+            self.next_command = "export --to onnx"
         self._check_window()
         self.checkpointing = config.checkpointing
         if self.checkpointing is None:
