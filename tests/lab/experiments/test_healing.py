@@ -132,6 +132,23 @@ def test_a_rate_that_diverges_is_not_chosen(place: Path, tmp_path: Path, monkeyp
         healed(place, "decoder", tmp_path / "again", rates=(1e9,))
 
 
+def test_a_gpu_that_is_too_small_is_told_what_to_do(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rankwise.lab.experiments.healing import folder
+
+    def full(*args: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "fit", full)
+        with pytest.raises(RankwiseError, match=r"in 1 parts: CUDA .*--accumulate 2") as refused:
+            healed(place, "decoder", tmp_path / "healed", lr=1e-3)
+    assert "\n" not in str(refused.value)
+    # nothing was learned yet, so other settings are not refused
+    healed(place, "decoder", tmp_path / "healed", lr=1e-3, accumulate=2)
+
+
 STOPS = [
     ("measuring the dense model and the compressed one", None),
     ("trying a rate of 0.001", 1),

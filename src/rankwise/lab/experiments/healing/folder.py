@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from rankwise.core.budget import count
 from rankwise.deploy.inputs import ERROR
-from rankwise.errors import InvalidValueError, RankwiseError
+from rankwise.errors import InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
 from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
 from rankwise.lab.experiments.healing.pretrained import PretrainedPair
@@ -171,6 +172,9 @@ class Work:
         # as JSON gives it back: a tuple is a list there
         self.of: dict[str, Any] = json.loads(json.dumps(made_from))
         before = read_json(folder / STATE, "of", "rates", "seconds")
+        # where nothing was learned yet, nothing is lost by other settings
+        if before is not None and not before["rates"] and not any(folder.glob("*/checkpoints/step-*")):
+            before = None
         if before is not None:
             check_same(before["of"], self.of, folder)
         state = before or {"of": self.of, "rates": {}, "seconds": 0.0}
@@ -232,10 +236,17 @@ class Work:
 
     def _fit(self, name: str, steps: int, lr: float) -> tuple[nn.Module, dict[str, Any]]:
         pair = self.pair
-        outcome = fit(
-            pair.load(), pair.task, pair.phase(steps, lr), self.folder / name, teacher=pair.teacher, about=self.of,
-            progress=self.watcher,
-        )  # fmt: skip
+        config = pair.phase(steps, lr)
+        try:
+            outcome = fit(
+                pair.load(), pair.task, config, self.folder / name, teacher=pair.teacher, about=self.of,
+                progress=self.watcher,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise RankwiseError(
+                f"A step must fit into the memory of the GPU, but does not in {config.accumulate} parts: "
+                f"{first_line(error)} Give more parts (--accumulate {2 * config.accumulate}), or --checkpointing."
+            ) from None
         return outcome.model, outcome.record
 
     def _keep(self) -> None:
