@@ -65,11 +65,13 @@ class HealingConfig:
 
     def phase(self, steps: int, lr: float, device: torch.device, **more: Any) -> dict[str, Any]:
         """Settings of the loop for `steps` steps."""
+        often, rarely = max(1, steps // 20), max(1, steps // 4) if steps == self.steps else steps
         return {
             "steps": steps, "lr": lr, "schedule": "cosine", "warmup_steps": steps // 20, "betas": (0.9, 0.95),
             "clip": 1.0, "precision": "bf16" if device.type == "cuda" else "no", "device": self.device, "keep": 1,
-            "eval_every": max(1, steps // 4) if steps == self.steps else steps, "log_every": max(1, steps // 20),
-            "checkpoint_every": max(1, steps // 10), "seed": self.seed, "batch_size": self.batch_size, **more,
+            # a checkpoint takes as long as a few steps of a GPU, and a small part of one of a CPU
+            "checkpoint_every": often if device.type == "cpu" else rarely, "eval_every": rarely, "log_every": often,
+            "seed": self.seed, "batch_size": self.batch_size, **more,
         }  # fmt: skip
 
 
