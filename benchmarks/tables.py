@@ -70,7 +70,8 @@ def phases(experiment: StreamExperiment, base: int, further: int, **shared: Any)
     return replace(
         experiment,
         base=replace(experiment.base, steps=base, **shared),
-        training=replace(experiment.training, steps=further, **shared),
+        # cells say whether they are taught
+        training=replace(experiment.training, steps=further, distill=0.0, **shared),
         compare=(),
     )
 

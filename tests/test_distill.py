@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 import rankwise as rw
-from rankwise.distill import Distillation, answer_difference, distillation_loss, hidden_difference
+from rankwise import distill
+from rankwise.distill import (
+    Distillation,
+    answer_difference,
+    distillation_loss,
+    divergence_reference,
+    hidden_difference,
+    softmax_divergence,
+)  # fmt: skip
 from tests.hf.hf_families import ENCODER, QUIET, WORDS, batch, build
 
 pytestmark = QUIET
@@ -64,6 +74,54 @@ def test_answers_are_compared_by_the_closed_form() -> None:
     pairs = [torch.stack([x, torch.zeros_like(x)], -1).flatten(0, 1) for x in (given, wanted)]
     each = answer_difference(*pairs, 2.0, "single_label_classification")
     torch.testing.assert_close(answer_difference(given, wanted, 2.0, "multi_label_classification"), each)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    classes=st.integers(1, 7),
+    chunk=st.integers(1, 80),
+    temperature=st.sampled_from([0.5, 1, 2]),
+)
+def test_chunks_give_the_value_and_the_gradient_of_the_whole(
+    rows: int, classes: int, chunk: int, temperature: float
+) -> None:
+    """Wherever it is cut, one row at a time included; every answer has a weight of its own."""
+    torch.manual_seed(rows)
+    given, wanted = (3 * torch.randn(2, rows, classes, dtype=torch.float64) for _ in range(2))
+    weights = torch.rand(2, rows, dtype=torch.float64)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "CHUNK", chunk)
+        for function in (divergence_reference, softmax_divergence):
+            x = given.clone().requires_grad_()
+            values = function(x, wanted, temperature)
+            (weights * values).sum().backward()
+            found.append((values.detach(), x.grad))
+        torch.testing.assert_close(found[1], found[0])
+        x = given.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: softmax_divergence(x, wanted, temperature), x)
+
+
+def test_divergence_is_computed_in_float32_whatever_the_logits_are() -> None:
+    given, wanted = (torch.randn(5, 300).bfloat16() for _ in range(2))
+    given.requires_grad_()
+    values = softmax_divergence(given, wanted, 1.0)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, divergence_reference(given.double(), wanted.double(), 1.0).float())
+    values.sum().backward()
+    assert given.grad is not None and given.grad.dtype == torch.bfloat16
+
+
+def test_the_pooled_output_counts_where_there_is_one() -> None:
+    student = hf.BertModel(hf.BertConfig(**ENCODER)).eval()
+    teacher = copy.deepcopy(student)
+    loss = distillation_loss(teacher, Distillation(labels=0, logits=0))
+    rows = {"input_ids": batch(student)["input_ids"]}
+    with torch.no_grad():
+        assert float(loss(student, rows)) == pytest.approx(0, abs=1e-6)
+        student.pooler.dense.weight.normal_()
+        assert float(loss(student, rows)) > 1e-3
 
 
 def token_classifier(seed: int = 0) -> Any:

@@ -246,6 +246,25 @@ def toy_words(name: str, words: list[str], folder: Path) -> list[str]:
     return [*words, "--length", "5"] if name == "export" else words
 
 
+def test_the_loop_that_heals_a_model_runs() -> None:
+    from tests.lab.experiments.healing_toys import decoder
+
+    *_, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/heal.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    dense: Any = decoder()
+    small = rw.compress(dense, rw.Budget(removed=0.4))
+    batches = [{"input_ids": torch.randint(16, (4, 12))} for _ in range(12)]
+
+    def difference() -> float:
+        with torch.no_grad():
+            p, q = (torch.log_softmax(model(**batches[0]).logits, -1) for model in (dense, small))
+        return float(nn.functional.kl_div(q, p, log_target=True, reduction="sum"))
+
+    before = difference()
+    exec(code, {"torch": torch, "dense": dense, "small": small, "batches": batches})
+    assert difference() < before
+
+
 @pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 @pytest.mark.filterwarnings("ignore:gates cannot decide")
 @pytest.mark.filterwarnings("ignore:pruning has only")

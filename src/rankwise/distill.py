@@ -21,6 +21,8 @@ Problem = Literal["regression", "single_label_classification", "multi_label_clas
 """The problem types of transformers, `config.problem_type`."""
 IGNORED = -100
 """The label of a token that does not count."""
+CHUNK = 2**24
+"""Logits of which the divergence is computed at a time: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def distillation_loss(
             parts.append(settings.logits * answer_difference(x, y, settings.temperature, kind, mask))
         if states:
             sides = [hidden_difference(*side) for side in _sides(given, wanted, batch)]
+            sides += _pooled_difference(given, wanted)
             parts.append(settings.hidden * torch.cat(sides).mean())
         return torch.stack(parts).sum()
 
@@ -128,22 +131,64 @@ def answer_difference(
     T^2 KL(softmax(wanted / T) | softmax(given / T)); for multiple labels the same of a sigmoid each, as mean over C;
     for a regression the squared error, as mean over C.
     """
-    given, wanted = given.float(), wanted.float()
     if kind == "regression":
-        values = (given - wanted).square().mean(-1)
+        values = (given.float() - wanted.float()).square().mean(-1)
     elif kind == "multi_label_classification":
+        given, wanted = given.float(), wanted.float()
         p = torch.sigmoid(wanted / temperature)
         given_loss, wanted_loss = (
             F.binary_cross_entropy_with_logits(x / temperature, p, reduction="none") for x in (given, wanted)
         )
         values = temperature**2 * (given_loss - wanted_loss).mean(-1)
     else:
-        log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (wanted, given))
-        values = temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        values = softmax_divergence(given, wanted, temperature).float()
     if mask is None:
         return values.mean()
     # not by index: a number of answers that is not known would make a GPU wait
     return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
+
+
+def divergence_reference(given: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(softmax(wanted / T) | softmax(given / T)) over the last dimension, in float32 or better."""
+    dtype = torch.promote_types(given.dtype, torch.float32)
+    log_p, log_q = (torch.log_softmax(x.to(dtype) / temperature, -1) for x in (wanted, given))
+    return temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
+def softmax_divergence(given: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """`divergence_reference`, a chunk of answers at a time, with a gradient for `given` alone.
+
+    Of a vocabulary of 262,144 words, the logits of a window take a gigabyte in float32, and the reference holds six
+    tensors of this size. Here there are three, in the precision of the logits: both answers, and the gradient.
+    """
+    values: Tensor = _SoftmaxDivergence.apply(given.flatten(0, -2), wanted.flatten(0, -2), temperature)  # type: ignore[no-untyped-call]
+    return values.view(given.shape[:-1])
+
+
+class _SoftmaxDivergence(torch.autograd.Function):
+    """N = answers, C = classes."""
+
+    @staticmethod
+    def forward(ctx: Any, given_NC: Tensor, wanted_NC: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(given_NC, wanted_NC)
+        ctx.temperature = temperature
+        pairs = zip(*(torch.split(x, _rows_at_once(given_NC)) for x in (given_NC, wanted_NC)), strict=True)
+        return torch.cat([divergence_reference(given, wanted, temperature) for given, wanted in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        """d/dx of T^2 KL(p | softmax(x / T)) is T (softmax(x / T) - p); chunks are computed again, and not kept."""
+        given_NC, wanted_NC = ctx.saved_tensors
+        grad_NC = torch.empty_like(given_NC)
+        parts = (torch.split(x, _rows_at_once(given_NC)) for x in (given_NC, wanted_NC, grad_NC, grad_N))
+        for given, wanted, target, grad in zip(*parts, strict=True):
+            q, p = (torch.softmax(x.to(grad.dtype) / ctx.temperature, -1) for x in (given, wanted))
+            target.copy_(q.sub_(p).mul_(ctx.temperature * grad[:, None]))
+        return grad_NC, None, None
+
+
+def _rows_at_once(logits_NC: Tensor) -> int:
+    return max(1, CHUNK // max(1, logits_NC.shape[-1]))
 
 
 def hidden_difference(given: Any, wanted: Any, mask_BT: Tensor | None) -> Tensor:
@@ -209,6 +254,14 @@ def _sides(given: Any, wanted: Any, batch: dict[str, Tensor]) -> list[tuple[Any,
             )
         found.append((a, b, mask))
     return found
+
+
+def _pooled_difference(given: Any, wanted: Any) -> list[Tensor]:
+    """The relative squared error of the pooled outputs, where both models have one."""
+    x, y = (getattr(output, "pooler_output", None) for output in (given, wanted))
+    if x is None or y is None or x.shape != y.shape:
+        return []
+    return [((x - y).float().square().sum() / y.float().square().sum())[None]]
 
 
 def _decoded(output: Any, batch: dict[str, Tensor]) -> Tensor | None:

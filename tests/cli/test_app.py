@@ -166,7 +166,7 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 assert importlib.util.find_spec("tensorboard") is None
 from rankwise.cli import main
-main(["run", "demo", *{words(place, compare="")}, "--out", {str(tmp_path / "run")!r}])
+main(["run", "demo", *{words(place, compare="", training__distill="0")}, "--out", {str(tmp_path / "run")!r}])
 """
     done = python("-c", code, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((folder / "record.json").read_text())
     found = answer(capsys, str(folder))
-    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0"] * len(PRECISIONS)
+    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0", "taught"] * len(PRECISIONS)
     assert {row["precision"] for row in found["rows"]} == set(PRECISIONS)
     sizes = {row["model"]: row["parameters"] for row in found["rows"]}
     assert sizes == {row["name"]: row["parameters"] for row in before["rows"]}

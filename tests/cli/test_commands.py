@@ -18,7 +18,7 @@ from rankwise.lab.experiments.run_folder import load_run
 from rankwise.lab.tasks.language import LanguageModel, evaluate
 from tests.cli.cli_toys import LETTERS, cache, lasting, results, words
 
-NAMES = ["dense", "flop-l0", "fac"]
+NAMES = ["dense", "taught", "flop-l0", "fac"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_run_prints_a_row_for_every_model_and_says_where_they_are(
     place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = lines(capsys, "run", "demo", *words(place), "--out", str(finished))
-    assert [line.split()[0] for line in found[1:4]] == NAMES
+    assert [line.split()[0] for line in found[1:5]] == NAMES
     assert found[0].split()[0] == "parameters"
     assert str(finished) in found[-1]
     for name in NAMES:
@@ -68,6 +68,7 @@ def test_the_record_as_json_is_that_of_the_folder(
 
 def test_settings_reach_the_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"both__lr": "1e-3", "compare": "", "method": "np-l0", "budget__removed": "0.3", "seed": "3"}
+    changes["training__distill"] = "0"
     record = answer(capsys, "run", "demo", *words(place, **changes), "--out", str(tmp_path / "run"))
     experiment = record["experiment"]
     assert (experiment["base"]["lr"], experiment["training"]["lr"]) == (1e-3, 1e-3)
@@ -82,7 +83,7 @@ def test_a_run_goes_to_runs_by_default_and_tells_its_steps(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # no preset is the demo
-    assert run(["run", *words(place, compare="")]) == 0
+    assert run(["run", *words(place, compare="", training__distill="0")]) == 0
     assert (tmp_path / "runs" / "demo" / "record.json").is_file()
     told = capsys.readouterr().err.splitlines()
     titles = [line for line in told if not line.startswith(" ")]
@@ -240,8 +241,8 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
     arguments = ["sweep", "demo", *words(place), "--out", str(folder)]
     grid = ["--methods", "flop-l0,fac", "--removed", "0.4,0.6", "--seeds", "0,1"]
     found = lines(capsys, *arguments, *grid)
-    arms = ["dense", "flop-l0-40", "flop-l0-60", "fac-40", "fac-60"]
-    assert [line.split()[0] for line in found[1:6]] == arms
+    arms = ["dense", "taught", "flop-l0-40", "flop-l0-60", "fac-40", "fac-60"]
+    assert [line.split()[0] for line in found[1:7]] == arms
     record = json.loads((folder / "record.json").read_text())
     assert [run_["seed"] for run_ in record["runs"]] == [0, 1]
     # the control, not the base, is what others are compared with
@@ -264,8 +265,8 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
 
 def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "report", str(finished), "--markdown")
-    assert [line.split()[1] for line in found[2:]] == NAMES
-    assert all(line.startswith("|") and line.endswith("|") for line in found)
+    assert [line.split()[1] for line in found[2:6]] == NAMES
+    assert all(line.startswith("|") and line.endswith("|") for line in found[:6])
     assert answer(capsys, "report", str(finished)) == [json.loads((finished / "record.json").read_text())]
     assert run(["report", str(finished), "--json", "--markdown"]) == 2
     assert "exclude each other" in capsys.readouterr().err

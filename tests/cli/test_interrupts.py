@@ -20,10 +20,11 @@ MOMENTS = {
     "training the dense model, report": STEP.format(5),
     "training the dense model, report x 2": STOPPED,
     "evaluating base": STOPPED,
+    "training the dense model on, report": STEP.format(5),
+    "training the dense model on with a teacher, report": STEP.format(5),
     "pruning with flop-l0": STOPPED,
     "pruning with flop-l0, report": STEP.format(5),
     "evaluating flop-l0": STOPPED,
-    "training the dense model on, report": STEP.format(5),
     "timing": STOPPED,
 }
 

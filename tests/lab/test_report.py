@@ -32,6 +32,20 @@ def test_losses_are_against_the_dense_model_of_the_same_seed() -> None:
     assert found.notes == ("over 2 seeds: mean ± standard deviation",)
 
 
+def test_what_learned_from_the_control_is_compared_with_a_dense_model_that_did_too() -> None:
+    rows = [
+        row("dense", "dense", 10.0),
+        row("taught", "dense", 9.0, distill=0.8),
+        row("flop", "flop-l0", 9.9, distill=0.8),
+        row("fac", "fac", 11.0),
+    ]
+    found = table({"rows": rows})
+    assert [line[5] for line in found.rows] == ["", "", "+10.0%", "+10.0%"]
+    assert found.notes == ("rows that learn from dense are compared with taught: a dense model that does so too",)
+    # without one, with what there is
+    assert [line[5] for line in table({"rows": [rows[0], rows[2]]}).rows] == ["", "-1.0%"]
+
+
 def test_nothing_is_counted_against_a_base() -> None:
     rows = [row("base", "dense", 10.0), row("fac-80", "fac", 11.0)]
     assert [line[5] for line in table({"rows": rows}).rows] == ["", ""]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rankwise.cli.command import HELP, UsageError, help_text, parse
 from rankwise.cli.compress import compress
+from rankwise.cli.heal import heal
 from rankwise.cli.plan import plan
 from rankwise.cli.runs import presets, prune, report, sweep, train
 from rankwise.cli.runs import run as run_preset
@@ -21,7 +22,7 @@ from rankwise.version import VERSION
 COMMANDS = {
     command.name: command
     for command in (
-        run_preset, train, prune, compress, evaluate, sample, bench, export, sweep, report, presets, plan,
+        run_preset, train, prune, compress, heal, evaluate, sample, bench, export, sweep, report, presets, plan,
     )
 }  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141

@@ -233,12 +233,14 @@ def text_windows(
     bytes_per_token: int = BYTES_PER_TOKEN,
     special: SpecialTokens = NO_TOKENS,
     more: int = 0,
+    what: str = "`calibration`",
 ) -> list[Tensor]:
     """Windows of tokens at equal distances in a text, none of which overlap; of a long one only those places are read.
 
     Args:
         special: tokens around every window; they count as part of it.
         more: windows beside those that `calibration` asks for. A short text may hold fewer of either.
+        what: how errors call the text.
     """
     assert calibration.file is not None
     wanted = calibration.num_windows + more
@@ -267,11 +269,11 @@ def text_windows(
                 starts = [i * whole // number * length for i in range(number)]
                 found = [every[start : start + length] for start in starts] or [every]
     except OSError as error:
-        raise DataError(f"`calibration` must be a text, but {calibration.file} is not: {error.strerror}.") from None
+        raise DataError(f"{what} must be a text, but {calibration.file} is not: {error.strerror}.") from None
     windows = [special.around(window) for window in found if len(window) == length]
     if not windows:
         raise DataError(
-            f"`calibration` must hold at least one window of {calibration.window} tokens, but {calibration.file} has "
+            f"{what} must hold at least one window of {calibration.window} tokens, but {calibration.file} has "
             f"{max(map(len, found))}. Give a longer text, or shorter windows."
         )
     return windows

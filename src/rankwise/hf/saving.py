@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ SENTENCE_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transfo
 """Files by which sentence-transformers knows how token vectors become one vector for a sentence."""
 SAFE = (".json", ".txt", ".safetensors")
 """Endings of files that may be copied, because they cannot hold code."""
+NOT_MEASURED = "Not measured."
 USUAL = ("config.json", "model.safetensors")
 """Files in the folder of a sentence-transformers module, where it cannot be listed."""
 
@@ -62,6 +64,7 @@ def save_pretrained(
     overwrite: bool = False,
     check_finite: bool = True,
     files_from: str | None = None,
+    healing: str | None = None,
 ) -> list[str]:
     """Write `model` into a new folder. After `import rankwise.hf` any `from_pretrained` loads it.
 
@@ -80,6 +83,8 @@ def save_pretrained(
         overwrite: replace a model that was saved under this name before.
         check_finite: refuse parameters that are NaN or infinite.
         files_from: a folder or name whose files for sentence-transformers are copied, if it has them.
+        healing: for the card: how the model of `files_from`, which has the same layers, was trained further. Where
+            `size` or `speed` is not given, the card has what that folder's card says of them.
     """
     _check(model, size, {"quality": quality or {}, "speed": speed or {}})
     target = Path(folder).resolve()
@@ -89,7 +94,8 @@ def save_pretrained(
         model.save_pretrained(unfinished, max_shard_size=max_shard_size, **unchecked)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        text = _card(model, target.name, size, quality, speed, base_model)
+        sections = _sections_of(files_from) if healing is not None and files_from is not None else {}
+        text = _card(model, target.name, size, quality, speed, base_model, sections, healing)
         (unfinished / CARD).write_text(text, encoding="utf-8")
         return [] if files_from is None else _copy_sentence_files(files_from, unfinished)
 
@@ -232,8 +238,10 @@ def _card(
     quality: Mapping[str, BeforeAfter] | None,
     speed: Mapping[str, BeforeAfter] | None,
     base_model: str | None,
+    earlier: Mapping[str, str],
+    healing: str | None,
 ) -> str:
-    """The text of README.md."""
+    """The text of README.md; `earlier` are sections of a former card of the same layers."""
     kind, achieved, layers = type(model).__name__, count(model), layers_of(model).values()
     ranks = [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
     low_rank = f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank"
@@ -246,7 +254,7 @@ def _card(
         first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
     # a JSON string is a YAML string too, and one of Python
     base = f"\nbase_model: {json.dumps(base_model)}" if base_model else ""
-    sizes = "The size of the dense model was not given."
+    sizes = earlier.get("Size", "The size of the dense model was not given.").split("\n\n")[0]
     if size is not None:
         rows = {"dense": size.dense, "requested, at most": size.budget}
         if size.nonzeros:
@@ -255,6 +263,9 @@ def _card(
             rows["this model"] = achieved
         cells = {row: (f"{number:,}", f"{1 - number / size.dense:.2%}") for row, number in rows.items()}
         sizes = _table(("", "parameters", "removed"), cells)
+    timings = _figures("milliseconds per call", speed, ".2f") if speed else earlier.get("Speed", NOT_MEASURED)
+    # a model may be healed more than once
+    healed = "\n\n".join(filter(None, ("## Healing", earlier.get("Healing"), healing))) + "\n\n" if healing else ""
     return f"""\
 ---
 library_name: transformers
@@ -281,15 +292,24 @@ model = {kind}.from_pretrained({json.dumps(name)})
 
 {_figures("metric", quality, "g")}
 
-## Speed
+{healed}## Speed
 
-{_figures("milliseconds per call", speed, ".2f")}
+{timings}
 """
+
+
+def _sections_of(source: str) -> dict[str, str]:
+    """The sections of the card in a folder by title; none where it has no card."""
+    try:
+        text = (Path(source) / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {title: body.strip() for title, body in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S)}
 
 
 def _figures(what: str, pairs: Mapping[str, BeforeAfter] | None, form: str) -> str:
     cells = {name: [format(number, form) for number in pair] for name, pair in (pairs or {}).items()}
-    return _table((what, "dense", "this model"), cells) if cells else "Not measured."
+    return _table((what, "dense", "this model"), cells) if cells else NOT_MEASURED
 
 
 def _table(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:

@@ -19,6 +19,7 @@ MEASURES = {
     "matthews": "Matthews",
     "pearson": "Pearson",
     "accuracy": "accuracy",
+    "output_error": "relative error of the outputs",
 }
 """The measures of quality. The first that a row has is compared with the dense model's."""
 SPLITS = ("valid", "test")
@@ -26,6 +27,8 @@ SHARES = {"removed": "removed", "removed_of_prunable": "of prunable"}
 """What was removed, as a share of the model and of its prunable part."""
 CONTROL = "dense"
 """The row that others are compared with. The base has another name, because it was trained for fewer steps."""
+TAUGHT = "taught"
+"""The row that others which learn from the control's answers are compared with."""
 RECORD, EXPERIMENT, EXPORT = "record.json", "experiment.json", "export.json"
 MODELS = "rankwise-models"
 """The format of a record of models that were pruned one by one."""
@@ -83,6 +86,8 @@ def table(record: Mapping[str, Any]) -> Table:
     notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
     if any(row["nonzeros"] for group in found.values() for row in group):
         notes.append("* non-zero parameters: the matrices keep their shape")
+    if any(_is_compared_taught(run, row) for run in runs for row in run["rows"]):
+        notes.append(f"rows that learn from {CONTROL} are compared with {TAUGHT}: a dense model that does so too")
     columns = (
         "", "parameters", *(SHARES[share] for share in shares),
         *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
@@ -107,14 +112,21 @@ def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _lost(runs: Sequence[Mapping[str, Any]], name: str, measure: str) -> list[float]:
-    """By how much the test measure of a method exceeds that of the dense control of the same seed."""
+    """By how much the test measure of a method exceeds that of its dense control of the same seed."""
     losses = []
     for run in runs:
-        control = next((row["test"][measure] for row in run["rows"] if row["name"] == CONTROL), 0)
-        # a model that has learned nothing may score 0
-        if name != CONTROL and control > 0:
-            losses += [row["test"][measure] / control - 1 for row in run["rows"] if row["name"] == name]
+        figures = {row["name"]: row["test"][measure] for row in run["rows"]}
+        for row in run["rows"]:
+            control = figures.get(TAUGHT if _is_compared_taught(run, row) else CONTROL, 0)
+            # a model that has learned nothing may score 0
+            if row["name"] == name and name not in (CONTROL, TAUGHT) and control > 0:
+                losses.append(row["test"][measure] / control - 1)
     return losses
+
+
+def _is_compared_taught(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a row learned from the dense control, and stands beside a dense model that did so too."""
+    return bool(row.get("distill")) and any(other["name"] == TAUGHT for other in run["rows"])
 
 
 def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:

@@ -185,6 +185,23 @@ def test_a_pruned_model_is_taught_by_a_control_of_its_own(tmp_path: Path) -> Non
     assert plain["flop-l0"]["test"] != rows["flop-l0"]["test"]
 
 
+def test_where_the_control_is_compared_it_is_taught_too(tmp_path: Path) -> None:
+    """Every row of a table learns by the same loss: the dense one from a control that learned from the text alone."""
+    experiment = toy(tmp_path, training=replace(PHASE, distill=0.5), compare=("dense", "fac"))
+    record = run(experiment, tmp_path / "run")
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["dense", "taught", "flop-l0", "fac"]
+    assert {name: row.get("distill", 0) for name, row in rows.items()} == {
+        "dense": 0, "taught": 0.5, "flop-l0": 0.5, "fac": 0.5,
+    }  # fmt: skip
+    assert rows["taught"]["parameters"] == rows["dense"]["parameters"]
+    assert rows["taught"]["steps"] == rows["dense"]["steps"]
+    assert rows["taught"]["test"] != rows["dense"]["test"]
+    # finished, it is only read
+    assert run(experiment, tmp_path / "run", watcher=(watcher := Phases())) == record
+    assert watcher.steps == 0
+
+
 def test_a_teacher_cannot_be_taught(tmp_path: Path) -> None:
     experiment = toy(tmp_path, method=make_method("dense"), budget=None, training=replace(PHASE, distill=0.5))
     with pytest.raises(RankwiseError, match="`training.distill` must be 0 with the method dense: it is the teacher"):

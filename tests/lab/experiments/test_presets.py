@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rankwise.errors import RankwiseError
@@ -55,6 +57,20 @@ def test_what_is_left_has_less_dropout_in_short_runs(name: str) -> None:
     experiment = preset(name)
     lighter = name.endswith("-short") and "-dense" not in name
     assert experiment.dropout == (pytest.approx(experiment.model.dropout * 0.1**0.5, abs=5e-4) if lighter else None)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_has_a_teacher_to_give_is_taught_and_the_papers_rows_are_not(name: str) -> None:
+    """A dense control that is trained anyway teaches, unless an adaptive softmax has no logits of all words."""
+    experiment: Any = preset(name)
+    if hasattr(experiment, "distillation"):
+        assert experiment.distills
+        return
+    has_one = "dense" in experiment.compare and experiment.base is not None and not name.startswith("wikitext-103")
+    assert experiment.distills == has_one
+    if PRESETS[name].about == "as published":
+        assert experiment.training.distill == 0
+    assert experiment.control().training.distill == 0
 
 
 def test_every_row_of_the_papers_tables_is_there() -> None:

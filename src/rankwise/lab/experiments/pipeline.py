@@ -43,6 +43,8 @@ from rankwise.measure import time_together
 
 CONTROL = "control"
 """The row of the control, where the base is called dense."""
+TAUGHT = "taught"
+"""The row of the control that learns from the plain one, as the others do."""
 REPEATS = 30
 """How often every model is timed."""
 LATENCY = "latency.json"
@@ -258,10 +260,14 @@ def _from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Vari
     control = [each for each in variants if each.name == DENSE]
     if any(each.experiment.distills for each in control):
         raise RankwiseError("`training.distill` must be 0 with the method dense: it is the teacher. Leave it out.")
-    if not any(each.experiment.distills for each in variants):
+    taught = next((each.experiment for each in variants if each.experiment.distills), None)
+    if taught is None:
         return list(variants)
-    control = control or [Variant(DENSE, experiment.control())]
-    return [*control, *(each for each in variants if each.name != DENSE)]
+    others = [each for each in variants if each.name != DENSE]
+    if control and all(each.name != TAUGHT for each in others):
+        # what learns from a teacher is compared with a dense model that does so too
+        others.insert(0, Variant(TAUGHT, taught.taught_control()))
+    return [*(control or [Variant(DENSE, experiment.control())]), *others]
 
 
 def _base_of(folder: Path, variant: Variant) -> Path | None:

@@ -131,7 +131,9 @@ class Part:
         return rows
 
     def _dense(self) -> Iterator[Row]:
-        self.context.watcher.phase("training the dense model" + ("" if self.base is None else " on"))
+        on = "" if self.base is None else " on"
+        taught = " with a teacher" if self.name != BASE and self.task.distills(self.config) else ""
+        self.context.watcher.phase(f"training the dense model{on}{taught}")
         outcome = self._fit(self.name, self.task.start(self.base))
         yield self._row(self.name, self.experiment, outcome.model, None, self.config.steps, outcome.record)
 

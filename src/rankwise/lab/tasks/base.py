@@ -203,6 +203,10 @@ class Experiment(ABC):
         changes = self.control_changes()
         return replace(self, method=make_method("dense"), budget=None, sizes=(), compare=(), **changes)
 
+    def taught_control(self) -> Experiment:
+        """The control as it is compared with models that learn from a teacher: it learns from the same one."""
+        return self.control()
+
     def control_changes(self) -> dict[str, Any]:
         """Further settings of the control that differ."""
         return {}

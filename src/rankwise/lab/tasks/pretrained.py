@@ -192,7 +192,7 @@ class ExampleObjective(Objective):
         self._epoch: Iterator[Batch] = iter(())
         self._next = -1
         """The step whose batch is the next of the epoch."""
-        self._memory: dict[Hashable, Batch] = {}
+        self._memory: dict[Hashable, list[Batch]] = {}
 
     def batch(self, step: int) -> Sequence[Batch]:
         epoch, place = divmod(step, self.per_epoch)
@@ -200,7 +200,9 @@ class ExampleObjective(Objective):
             seed = self.config.seed * 1_000_003 + epoch
             self._epoch = islice(self.examples.batches(self.config.batch_size, seed), place, None)
         self._next = step + 1
-        return [{name: tensor.to(self.device) for name, tensor in next(self._epoch).items()}]
+        batch = {name: tensor.to(self.device) for name, tensor in next(self._epoch).items()}
+        parts = zip(*(tensor.chunk(self.config.accumulate) for tensor in batch.values()), strict=True)
+        return [dict(zip(batch, part, strict=True)) for part in parts]
 
     def loss(self, part: Batch, index: int) -> tuple[Tensor, Tensor, None]:
         value = self.loss_of(self.model, part)
@@ -211,12 +213,13 @@ class ExampleObjective(Objective):
         return not pruning
 
     def fixed_batch(self, step: int) -> tuple[Sequence[Batch], Hashable]:
-        (batch,) = self.batch(step)
-        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
-        memory = self._memory.setdefault(key, {name: tensor.clone() for name, tensor in batch.items()})
-        for name, tensor in batch.items():
-            memory[name].copy_(tensor)
-        return [memory], key
+        parts = self.batch(step)
+        key = tuple((name, tensor.shape, tensor.dtype) for part in parts for name, tensor in part.items())
+        memory = self._memory.setdefault(key, [{name: x.clone() for name, x in part.items()} for part in parts])
+        for there, here in zip(memory, parts, strict=True):
+            for name, tensor in here.items():
+                there[name].copy_(tensor)
+        return memory, key
 
 
 P = TypeVar("P", bound=PretrainedExperiment)

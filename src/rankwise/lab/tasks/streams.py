@@ -101,7 +101,9 @@ class StreamExperiment(Experiment):
             raise RankwiseError("`base.distill` must be 0: there is no teacher yet. Set `training.distill`.")
         if self.training.distill and (self.base is None or getattr(self.model, "clusters", None) is not None):
             reason = "without a base, from which a teacher is trained" if self.base is None else "with adaptive softmax"
-            raise RankwiseError(f"`training.distill` must be 0 {reason}, but is {self.training.distill:g}.")
+            raise RankwiseError(
+                f"`training.distill` must be 0 {reason}, but is {self.training.distill:g}. Add --training.distill 0."
+            )
         for phase in self.phases:
             if phase.dense_steps or phase.restart_schedule:
                 raise RankwiseError("`dense_steps` must be 0 in an experiment: its dense phase is `base`.")
@@ -133,6 +135,9 @@ class StreamExperiment(Experiment):
         if self.healing is not None:
             changes["healing"] = replace(self.healing, distill=0.0)
         return changes
+
+    def taught_control(self) -> StreamExperiment:
+        return replace(self.control(), training=self.training, healing=self.healing)  # type: ignore[return-value]
 
     def read(self, progress: Progress | None = None) -> Corpus:
         return self.corpus.load(progress)
@@ -208,7 +213,8 @@ class StreamExperiment(Experiment):
         )
 
     def row(self) -> dict[str, Any]:
-        return {"dropout": self.pruned_model.dropout}
+        taught = {"distill": self.training.distill} if self.training.distill else {}
+        return {"dropout": self.pruned_model.dropout, **taught}
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "model": describe_config(self.model)}

@@ -199,7 +199,7 @@ def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, A
         # evaluation is no training: it does not count as time per token
         speed.then += time.perf_counter() - began
         is_best = run.is_new_best(loss)
-        line = {f"valid_{name}": value for name, value in run.objective.figures(loss).items()}
+        line = {f"valid_{name}": value for name, value in run.objective.valid_figures(loss).items()}
         line["is_best"] = is_best
     run.seconds += clock.lap(run.step)[0]
     if logs or line:
@@ -219,7 +219,7 @@ def _finish(run: Run) -> Outcome:
         run.load_model(run.checkpoints.load(run.best.step))
     quality = None
     if run.best is not None:
-        figures = run.objective.figures(run.best.loss)
+        figures = run.objective.valid_figures(run.best.loss)
         quality = {"step": run.best.step, **figures, "num_targets": run.objective.num_targets}
     record = {
         "format": FORMAT,

@@ -86,6 +86,10 @@ class Objective:
         """A mean loss in the measures of the task."""
         return {"loss": loss}
 
+    def valid_figures(self, loss: float) -> dict[str, float]:
+        """What `evaluate` returned in the measures of the task; override it where that is no loss of training."""
+        return self.figures(loss)
+
 
 class Trainable(Protocol):
     """A task as the loop sees it."""

@@ -39,6 +39,10 @@ POINTS = 20
 """Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
 
+class DivergedError(RankwiseError):
+    """The loss of a training is not a number any more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Best:
     """The best evaluation of a model of the size asked for."""
@@ -181,7 +185,7 @@ class Run:
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise RankwiseError(
+            raise DivergedError(
                 f"The loss must stay finite, but is not any more at step {self.step}. Lower `lr`, set `clip`, or "
                 f"raise `warmup_steps`; the checkpoints in {self.checkpoints.folder} are from before."
             )

@@ -1,0 +1,253 @@
+"""Healing of a folder: a compressed model is trained to answer as the dense one, by the lab's one loop.
+
+All of its weights are trained: factors, norms, biases and tables. While it runs, OUT.healing keeps the state; the same
+call goes on from there, and on a CPU ends with the same weights, bit for bit. OUT appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.core.budget import count
+from rankwise.deploy.inputs import ERROR
+from rankwise.errors import InvalidValueError, RankwiseError, first_line
+from rankwise.hub import check_name
+from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
+from rankwise.lab.experiments.healing.pretrained import PretrainedPair
+from rankwise.lab.experiments.healing.streams import StreamPair
+from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
+from rankwise.lab.experiments.saved_models import kind_of
+from rankwise.lab.training import Watcher, fit
+from rankwise.lab.training.checkpoint import check_same
+from rankwise.lab.training.config import Device
+from rankwise.lab.training.records import read_json, write_file
+from rankwise.lab.training.run import DivergedError
+
+STATE, TRAINING = "healing.json", "training"
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healed:
+    """What was gained by healing a model; less of the measure is better."""
+
+    folder: str
+    parameters: int
+    measure: str
+    held_out: str
+    """The text on which it was measured, in words: never trained on, and never test text."""
+    dense: float
+    before: float
+    after: float
+    lr: float
+    rates: dict[str, float | None]
+    """What each learning rate reached in its trial, in the loss of the text held out; None: it diverged."""
+    steps: int
+    tokens: int
+    """Tokens that were read, without those of the trials."""
+    seconds: float
+    """Of training, with the trials."""
+    next_command: str
+
+    @property
+    def figures(self) -> str:
+        """The three figures in words."""
+        dense = "" if self.measure == ERROR else f"{self.dense:.4g} dense, "
+        return f"{self.measure} {dense}{self.before:.4g} before, {self.after:.4g} after ({self.held_out})"
+
+    @property
+    def training(self) -> str:
+        """What was done in words."""
+        chosen = f", the best of {', '.join(self.rates)}" if self.rates else ""
+        return f"{self.tokens:,} tokens in {self.steps} steps at a rate of {self.lr:g}{chosen}; {self.seconds:.0f} s"
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.figures}; {self.training}. Next: {self.next_command}"
+
+
+def heal_folder(
+    folder: Place,
+    teacher: Place,
+    texts: Place | Sequence[Place],
+    out: Place,
+    *,
+    steps: int = HealingConfig.steps,
+    lr: float | None = None,
+    batch_size: int = HealingConfig.batch_size,
+    window: int | None = None,
+    valid: Place | Sequence[Place] = (),
+    rates: Sequence[float] = HealingConfig.rates,
+    checkpointing: bool | None = None,
+    accumulate: int | None = None,
+    device: Device = HealingConfig.device,
+    seed: int = 0,
+    overwrite: bool = False,
+    watcher: Watcher | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Healed:
+    """Train the compressed model in `folder` to answer as `teacher` does, and write it to `out`.
+
+    The result has the same layers and the same size. Stopped, the same call goes on from the last checkpoint.
+
+    Args:
+        folder: what `rankwise compress` wrote, or the model of a run; a dense model may be healed too.
+        teacher: the dense model that it was made from: a folder, or a name on the hub.
+        texts: files like those that the model is for; their ends are held out.
+        out: may be `folder` itself, with `overwrite`.
+        steps, lr, batch_size, window, rates, checkpointing, accumulate, device, seed: see `HealingConfig`.
+        valid: texts to hold out instead of the ends of `texts`: they choose the learning rate, so no test text.
+        overwrite: replace a model that was saved in `out` before.
+        watcher: called on each event.
+        say: called with lines that a user should read.
+    """
+    config = HealingConfig(
+        steps=steps, lr=lr, batch_size=batch_size, window=window, rates=tuple(rates), checkpointing=checkpointing,
+        accumulate=accumulate, device=device, seed=seed,
+    )  # fmt: skip
+    if not texts:
+        raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
+    pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
+    pair.check_target(target, overwrite)
+    watcher = watcher or Watcher()
+    watcher.phase("reading the text")
+    fingerprint = pair.read(_paths(texts), _paths(valid))
+    work = Work(_work_folder(target), pair, fingerprint, watcher)
+    for note in pair.notes:
+        say(note)
+    return work.run(target, overwrite, say)
+
+
+def _paths(given: Place | Sequence[Place]) -> list[Path]:
+    return [Path(given)] if isinstance(given, str | os.PathLike) else [Path(each) for each in given]
+
+
+def is_unfinished(out: Place) -> bool:
+    """Whether a healing that writes to `out` was stopped, so that the same call goes on."""
+    return (_work_folder(Path(out)) / STATE).is_file()
+
+
+def _work_folder(out: Path) -> Path:
+    # "." has no name
+    out = out.resolve()
+    return out.with_name(f"{out.name}.healing")
+
+
+def open_pair(folder: str, teacher: str, config: HealingConfig) -> Pair:
+    """The models of two folders or names, of one kind and one vocabulary."""
+    check_name(folder, "FOLDER")
+    check_name(teacher, "`teacher`")
+    folder, teacher = _model_of(folder), _model_of(teacher)
+    if os.path.realpath(folder) == os.path.realpath(teacher):
+        raise RankwiseError(f"`teacher` must be another model than FOLDER, but both are {folder}. {REMEDY}")
+    own, dense_own = (kind_of(Path(name)) in ("saved", "run") for name in (folder, teacher))
+    if own != dense_own:
+        kinds = ("of transformers", "of rankwise's own architectures")
+        raise RankwiseError(
+            f"`teacher` must be a model {kinds[own]}, as {folder} is, but {teacher} is {kinds[not own]}. {REMEDY}"
+        )
+    return StreamPair(folder, teacher, config) if own else PretrainedPair(folder, teacher, config)
+
+
+def _model_of(name: str) -> str:
+    """The folder of the model itself, where `name` is that of a run."""
+    return str(find_run(Path(name)).path) if (Path(name) / EXPERIMENT).is_file() else name
+
+
+class Work:
+    """The folder that keeps the state of a healing."""
+
+    def __init__(self, folder: Path, pair: Pair, fingerprint: str, watcher: Watcher) -> None:
+        self.folder, self.pair, self.watcher = folder, pair, watcher
+        made_from = {**pair.made_from(), "text": fingerprint, "settings": asdict(pair.config)}
+        # as JSON gives it back: a tuple is a list there
+        self.of: dict[str, Any] = json.loads(json.dumps(made_from))
+        before = read_json(folder / STATE, "of", "rates", "seconds")
+        # where nothing was learned yet, nothing is lost by other settings
+        if before is not None and not before["rates"] and not any(folder.glob("*/checkpoints/step-*")):
+            before = None
+        if before is not None:
+            check_same(before["of"], self.of, folder)
+        state = before or {"of": self.of, "rates": {}, "seconds": 0.0}
+        self.rates: dict[str, float | None] = state["rates"]
+        self.seconds: float = state["seconds"]
+
+    def run(self, out: Path, overwrite: bool, say: Callable[[str], None]) -> Healed:
+        """Measure, choose a rate, train, measure again, and save."""
+        pair = self.pair
+        self.watcher.phase("measuring the dense model and the compressed one")
+        pair.prepare()
+        student = pair.load()
+        before, size = pair.measured(student), count(student)
+        del student
+        self._keep()
+        lr = pair.config.lr or self._best_rate()
+        self.watcher.phase(f"healing at a rate of {lr:g}")
+        model, record = self._fit(TRAINING, pair.config.steps, lr)
+        after = pair.measured(pair.rounded(model))
+        if not after < before:
+            say(f"Training made it no better on text that is held out ({after:.4g}), so {out} is as it was before.")
+            model, after = pair.load(), before
+        healed = Healed(
+            folder=str(out), parameters=count(model), measure=pair.measure, held_out=pair.held_out, dense=pair.dense,
+            before=before, after=after, lr=lr, rates=self.rates, steps=pair.config.steps, tokens=record["tokens"],
+            seconds=self.seconds + record["seconds"], next_command=f"rankwise {pair.next_command} {out}",
+        )  # fmt: skip
+        assert healed.parameters == size, "healing changes no size"
+        done = f"Distilled from {pair.teacher_name} on {record['corpus']['name']}: {healed.figures}; {healed.training}."
+        for line in pair.save(model, out, after, done, overwrite):
+            say(line)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return healed
+
+    def _best_rate(self) -> float:
+        """The rate by which a short training comes furthest on text that is held out."""
+        steps = self.pair.config.trial_steps
+        for rate in self.pair.config.rates:
+            name = f"{rate:g}"
+            if name not in self.rates:
+                self.watcher.phase(f"trying a rate of {name}")
+                try:
+                    _, record = self._fit(f"rate-{name}", steps, rate)
+                    loss, seconds = record["quality"]["valid"]["loss"], record["seconds"]
+                except DivergedError:
+                    loss, seconds = None, 0.0
+                self.rates[name] = loss
+                self.seconds += seconds
+                self._keep()
+            # its weights are not needed any more
+            shutil.rmtree(self.folder / f"rate-{name}", ignore_errors=True)
+        found = {name: loss for name, loss in self.rates.items() if loss is not None and math.isfinite(loss)}
+        if not found:
+            raise RankwiseError(
+                f"A learning rate must keep the loss finite, but none of {', '.join(self.rates)} does. "
+                "Give a lower one: --lr 1e-5."
+            )
+        return float(min(found, key=lambda name: found[name]))
+
+    def _fit(self, name: str, steps: int, lr: float) -> tuple[nn.Module, dict[str, Any]]:
+        pair = self.pair
+        config = pair.phase(steps, lr)
+        try:
+            outcome = fit(
+                pair.load(), pair.task, config, self.folder / name, teacher=pair.teacher, about=self.of,
+                progress=self.watcher,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise RankwiseError(
+                f"A step must fit into the memory of the GPU, but does not in {config.accumulate} parts: "
+                f"{first_line(error)} Give more parts (--accumulate {2 * config.accumulate}), or --checkpointing."
+            ) from None
+        return outcome.model, outcome.record
+
+    def _keep(self) -> None:
+        write_file(self.folder / STATE, {"of": self.of, "rates": self.rates, "seconds": self.seconds})

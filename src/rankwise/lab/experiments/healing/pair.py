@@ -1,0 +1,141 @@
+"""How a compressed model is healed, and what healing asks of the two models: `HealingConfig` and `Pair`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from rankwise.errors import InvalidValueError
+from rankwise.lab.training.config import Device, LoopConfig, check_choice, check_positive, check_whole, device_of
+from rankwise.lab.training.objective import Trainable
+
+LEAST_TRIED = 5
+"""Steps of the shortest trial of a learning rate."""
+REMEDY = "Give the dense model that it was made from."
+"""For a teacher that is another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealingConfig:
+    """How a compressed model is healed."""
+
+    steps: int = 300
+    """Optimizer steps, after those that choose a learning rate."""
+    batch_size: int = 16
+    """Windows in a step."""
+    window: int | None = None
+    """Tokens of a window. None: 512 for a decoder, 256 for an encoder, and for a model of a run as in its training."""
+    lr: float | None = None
+    """The peak of the learning rate. None: the best of `rates` in short trials, on text that is held out."""
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    """Learning rates that are tried."""
+    checkpointing: bool | None = None
+    """Compute activations again in the backward pass, for less memory. None: for a billion parameters and more."""
+    accumulate: int | None = None
+    """Parts that a batch is cut into, for less memory. None: by the size of the vocabulary."""
+    device: Device = "auto"
+    """"auto" takes a GPU where there is one, and computes in bfloat16 there."""
+    seed: int = 0
+    """The seed of dropout and of the order of the windows."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", tuple(self.rates))
+        check_whole(self, 1, "batch_size", "accumulate")
+        # the learning rate of the last step is 0
+        check_whole(self, 2, "steps", "window")
+        check_whole(self, 0, "seed")
+        check_positive(self, "lr")
+        check_choice(self, "device", get_args(Device))
+        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
+            raise InvalidValueError(f"`rates` must be positive and finite, but are {list(self.rates)} instead.")
+
+    @property
+    def trial_steps(self) -> int:
+        """Steps of a trial: a tenth of the whole, and enough to tell rates apart."""
+        return min(self.steps, max(LEAST_TRIED, self.steps // 10))
+
+    def phase(self, steps: int, lr: float, device: torch.device, **more: Any) -> dict[str, Any]:
+        """Settings of the loop for `steps` steps."""
+        often, rarely = max(1, steps // 20), max(1, steps // 4) if steps == self.steps else steps
+        return {
+            "steps": steps, "lr": lr, "schedule": "cosine", "warmup_steps": steps // 20, "betas": (0.9, 0.95),
+            "clip": 1.0, "precision": "bf16" if device.type == "cuda" else "no", "device": self.device, "keep": 1,
+            # a checkpoint takes as long as a few steps of a GPU, and a small part of one of a CPU
+            "checkpoint_every": often if device.type == "cpu" else rarely, "eval_every": rarely, "log_every": often,
+            "seed": self.seed, "batch_size": self.batch_size, **more,
+        }  # fmt: skip
+
+
+class Pair(ABC):
+    """A compressed model, called the student, and its teacher."""
+
+    measure: str
+    """What is measured on text that is held out; less is better."""
+    dense: float
+    """The teacher's figure, once `prepare` was called."""
+    held_out: str
+    """The text that is held out, in words."""
+    task: Trainable
+    teacher: nn.Module
+    next_command: str = "bench"
+    """The command of rankwise that suits the result."""
+
+    def __init__(self, folder: str, teacher: str, config: HealingConfig) -> None:
+        self.folder, self.teacher_name, self.config = folder, teacher, config
+        self.device = device_of(config.device)
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def check_target(self, out: Path, overwrite: bool) -> None:
+        """Refuse a folder that must not be written."""
+
+    @abstractmethod
+    def read(self, texts: Sequence[Path], valid: Sequence[Path]) -> str:
+        """Read the texts; their fingerprint."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Load the teacher, and measure it."""
+
+    @abstractmethod
+    def load(self) -> nn.Module:
+        """The student in float32, ready to be trained."""
+
+    @abstractmethod
+    def phase(self, steps: int, lr: float) -> LoopConfig:
+        """The settings of the loop."""
+
+    @abstractmethod
+    def measured(self, model: nn.Module) -> float:
+        """The measure of a model on text that is held out, in float32."""
+
+    @abstractmethod
+    def rounded(self, model: nn.Module) -> nn.Module:
+        """The model with weights of the precision that they have in the folder."""
+
+    @abstractmethod
+    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool) -> list[str]:
+        """Write the folder; gives lines that a user should read. `done` says what was done."""
+
+    def made_from(self) -> dict[str, str]:
+        """Tells whether folders are the same as before, without reading their weights."""
+        return {"student": _state_of(self.folder), "teacher": _state_of(self.teacher_name)}
+
+
+def _state_of(name: str) -> str:
+    """Names and sizes of the files of a folder, and the content of those that describe it."""
+    sha = hashlib.sha256(b"" if os.path.isdir(name) else name.encode())
+    for path in sorted(Path(name).glob("*")) if os.path.isdir(name) else ():
+        if path.suffix in (".json", ".safetensors"):
+            sha.update(f"{path.name} {path.stat().st_size}".encode())
+            sha.update(path.read_bytes() if path.name in ("config.json", "rankwise.json") else b"")
+    return sha.hexdigest()

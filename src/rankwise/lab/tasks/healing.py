@@ -1,0 +1,208 @@
+"""Healing: a compressed model of transformers learns to answer windows of a text as the dense one does.
+
+It has no labels, so that any text will do. Windows at the end of each text are held out; they choose the learning rate
+and say what was gained. Shapes: N = windows, T = tokens of a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.deploy.inputs import ERROR, LARGEST, Calibration, KeptBack, SpecialTokens, text_windows
+from rankwise.distill import Distillation, distillation_loss
+from rankwise.errors import DataError
+from rankwise.lab.tasks.pretrained import Batch, ExampleObjective
+from rankwise.lab.training.config import LoopConfig
+
+HELD_OUT = 32
+"""Windows that are held out, of all texts together."""
+HELD_OUT_SHARE = 0.1
+"""The most that is held out of a short text."""
+MOST_UNKNOWN = 0.2
+"""The largest share of tokens that a tokenizer may not know."""
+TEXT = "`text`"
+LOGITS_AT_ONCE, TOKENS_AT_ONCE = (2**26, 2**28), (2**11, 2**13)
+"""What a part of a batch may have, on a CPU and on a GPU: fixed numbers, so that a resumed run has the same parts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HealingText:
+    """Windows of some texts in the numbers of a model's tokenizer."""
+
+    name: str
+    train_NT: Tensor
+    held_out_NT: Tensor
+
+    @property
+    def fingerprint(self) -> str:
+        sha = hashlib.sha256()
+        for part in (self.train_NT, self.held_out_NT):
+            sha.update(f"{list(part.shape)}".encode() + part.numpy().tobytes())
+        return sha.hexdigest()
+
+    @property
+    def window(self) -> int:
+        return self.train_NT.shape[1]
+
+    def record(self) -> dict[str, Any]:
+        tokens = {"train": self.train_NT.numel(), "valid": self.held_out_NT.numel()}
+        return {"name": self.name, "tokens": tokens, "fingerprint": self.fingerprint}
+
+
+def read_healing_text(
+    encode: Callable[[str], list[int]],
+    texts: Sequence[Path],
+    valid: Sequence[Path],
+    *,
+    number: int,
+    window: int,
+    special: SpecialTokens,
+) -> HealingText:
+    """As many windows of the texts as are needed, each text by its share, and those that are held out.
+
+    Args:
+        valid: texts to hold out instead of the ends of `texts`.
+        number: windows that training asks for; a short text has fewer, which are then read again.
+        special: tokens around every window.
+    """
+    train: list[Tensor] = []
+    held_out: list[Tensor] = []
+
+    def windows(files: Sequence[Path], wanted: int, more: int) -> Iterator[tuple[list[Tensor], float]]:
+        sizes = [_size(file) for file in files]
+        for file, size in zip(files, sizes, strict=True):
+            share = size / sum(sizes)
+            calibration = Calibration(file=file, num_windows=math.ceil(share * wanted), window=window)
+            yield text_windows(encode, calibration, special=special, more=math.ceil(share * more), what=TEXT), share
+
+    for found, share in windows(texts, number, 0 if valid else HELD_OUT):
+        last = 0 if valid else max(1, min(math.ceil(share * HELD_OUT), int(HELD_OUT_SHARE * len(found))))
+        train += found[: len(found) - last]
+        held_out += found[len(found) - last :]
+    for found, _ in windows(valid, HELD_OUT, 0):
+        held_out += found
+    if not train:
+        raise DataError(
+            f"{TEXT} must hold at least 2 windows of {window} tokens, one of them to hold out, but {texts[0]} has 1. "
+            "Give a longer text, or shorter windows."
+        )
+    name = ", ".join(path.name for path in texts)
+    return HealingText(name=name, train_NT=torch.stack(train), held_out_NT=torch.stack(held_out))
+
+
+def _size(file: Path) -> int:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise DataError(f"{TEXT} must be a text, but {file} is not: {error.strerror}.") from None
+    if not size or file.is_dir():
+        raise DataError(f"{TEXT} must be a text, but {file} is {'a folder' if file.is_dir() else 'empty'}.")
+    return size
+
+
+def check_known(text: HealingText, unknown: int | None, token: str | None, words: int, name: str) -> None:
+    """Refuse a text that the tokenizer does not know, and one in numbers that the model does not have."""
+    tokens = torch.cat([text.train_NT, text.held_out_NT])
+    if int(tokens.max()) >= words:
+        raise DataError(
+            f"The tokenizer of {name} must give numbers below {words:,}, the words of the model, but gives "
+            f"{int(tokens.max()):,}. Save the model's own tokenizer beside it."
+        )
+    share = 0.0 if unknown is None else float((tokens == unknown).float().mean())
+    if share > MOST_UNKNOWN:
+        raise DataError(
+            f"The tokenizer of {name} must know the characters of {TEXT}, but {share:.0%} of the tokens of {text.name} "
+            f"are {token}, which stands for all it does not know. Give a text in a language of the model."
+        )
+
+
+class HealingWindows:
+    """Training windows in full batches; what is left over differs from epoch to epoch."""
+
+    def __init__(self, windows_NT: Tensor, batch_size: int, inputs: Sequence[str]) -> None:
+        self.windows_NT, self.inputs = windows_NT, inputs
+        self.number = len(windows_NT) // batch_size * batch_size
+
+    def __len__(self) -> int:
+        return self.number
+
+    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
+        order = torch.randperm(len(self.windows_NT), generator=torch.Generator().manual_seed(seed % 2**63))
+        for chosen in torch.split(order[: self.number], batch_size):
+            yield dict.fromkeys(self.inputs, self.windows_NT[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class HealingTask:
+    """A text as the loop sees it."""
+
+    text: HealingText
+    inputs: Sequence[str]
+    """Arguments of the model that a window is given as."""
+    distillation: Distillation
+    kept_back: KeptBack
+    """The windows that are held out, with what the dense model makes of them."""
+    records_graphs: bool
+    """Whether a step may be recorded as a CUDA graph."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.text.fingerprint
+
+    def record(self) -> dict[str, Any]:
+        return self.text.record()
+
+    def objective(
+        self, model: nn.Module, config: LoopConfig, device: torch.device, teacher: nn.Module | None = None
+    ) -> HealingObjective:
+        assert teacher is not None
+        return HealingObjective(self, model, config, device, teacher)
+
+
+class HealingObjective(ExampleObjective):
+    """How far the answers of a model are from the teacher's; evaluated by the measure of the windows held out."""
+
+    unit: ClassVar[str] = "tokens"
+
+    def __init__(
+        self, task: HealingTask, model: nn.Module, config: LoopConfig, device: torch.device, teacher: nn.Module
+    ) -> None:
+        windows = HealingWindows(task.text.train_NT, config.batch_size, task.inputs)
+        super().__init__(model, windows, config, device, distillation_loss(teacher.to(device), task.distillation))
+        self.task = task
+
+    @property
+    def per_step(self) -> int:
+        return self.config.batch_size * self.task.text.window
+
+    def can_record(self, pruning: bool) -> bool:
+        return self.task.records_graphs and super().can_record(pruning)
+
+    @property
+    def num_targets(self) -> int:
+        return self.task.text.held_out_NT.numel()
+
+    def evaluate(self, check: Callable[[], None]) -> float:
+        """The logarithm of a perplexity, or the relative error of the outputs."""
+        check()
+        measured = self.task.kept_back.measured(self.model)
+        return measured if self.task.kept_back.measure == ERROR else math.log(measured)
+
+    def valid_figures(self, loss: float) -> dict[str, float]:
+        if self.task.kept_back.measure == ERROR:
+            return {"loss": loss, "output_error": loss}
+        return {"loss": loss, "perplexity": math.exp(min(loss, LARGEST))}
+
+
+def parts_of_batch(batch_size: int, window: int, num_logits: int, *, on_gpu: bool) -> int:
+    """The fewest equal parts of a batch that are small enough; `num_logits`: of the answer for one token."""
+    most = min(TOKENS_AT_ONCE[on_gpu], LOGITS_AT_ONCE[on_gpu] // max(1, num_logits)) // window
+    return next(n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= max(1, most))

@@ -1,0 +1,76 @@
+"""Windows of a healing: what is held out is never trained on, and an epoch reads every window at most once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankwise.deploy.inputs import SpecialTokens
+from rankwise.errors import DataError
+from rankwise.lab.tasks.healing import HELD_OUT, HealingText, HealingWindows, check_known, read_healing_text
+
+BOS = SpecialTokens(before=(0,))
+
+
+def numbers(path: Path, first: int, last: int) -> Path:
+    """A text in which every character occurs once."""
+    path.write_text("".join(map(chr, range(first, last))), encoding="utf-8")
+    return path
+
+
+def encode(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(30, 900), min_size=1, max_size=3), number=st.integers(1, 60), window=st.integers(2, 9)
+)
+def test_the_ends_of_texts_are_held_out(tmp_path: Path, sizes: list[int], number: int, window: int) -> None:
+    starts = [1_000 * (place + 1) for place in range(len(sizes))]
+    files = [numbers(tmp_path / f"{start}.txt", start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    found = read_healing_text(encode, files, [], number=number, window=window, special=BOS)
+    train, held_out = (set(part[:, 1:].flatten().tolist()) for part in (found.train_NT, found.held_out_NT))
+    assert not train & held_out
+    assert found.window == found.held_out_NT.shape[1] == window
+    assert (torch.cat([found.train_NT, found.held_out_NT])[:, 0] == 0).all()
+    for start in starts:
+        mine, back = ([n for n in part if n // 1_000 == start // 1_000] for part in (train, held_out))
+        assert max(mine) < min(back)
+    # no more than is asked for, but for what is rounded up in each text
+    assert len(found.train_NT) <= number + len(files) + HELD_OUT
+    assert len(found.held_out_NT) <= HELD_OUT + len(files)
+
+
+def test_texts_of_their_own_are_held_out_if_they_are_given(tmp_path: Path) -> None:
+    text, other = numbers(tmp_path / "a", 100, 200), numbers(tmp_path / "b", 500, 600)
+    found = read_healing_text(encode, [text], [other], number=20, window=6, special=BOS)
+    # all of the text is trained on then
+    assert found.train_NT.numel() == 20 * 6 and int(found.train_NT.max()) == 199
+    assert int(found.held_out_NT[:, 1:].min()) == 500
+    assert found.fingerprint != read_healing_text(encode, [text], [], number=20, window=6, special=BOS).fingerprint
+
+
+@given(number=st.integers(1, 40), size=st.integers(1, 8), seed=st.integers(0, 2**64))
+def test_an_epoch_has_full_batches_of_different_windows(number: int, size: int, seed: int) -> None:
+    size = min(size, number)
+    windows = HealingWindows(torch.arange(number)[:, None], size, ["input_ids"])
+    batches = [batch["input_ids"].flatten().tolist() for batch in windows.batches(size, seed)]
+    assert [len(batch) for batch in batches] == [size] * (number // size)
+    seen = [place for batch in batches for place in batch]
+    assert len(set(seen)) == len(seen) == len(windows)
+    assert batches == [batch["input_ids"].flatten().tolist() for batch in windows.batches(size, seed)]
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_refused() -> None:
+    known = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]])
+    text = HealingText(name="a.txt", train_NT=known, held_out_NT=known)
+    check_known(text, 0, "<unk>", 10, "small")
+    with pytest.raises(DataError, match=r"but 30% of the tokens of a.txt are <unk>, which stands for all it does not"):
+        check_known(HealingText(name="a.txt", train_NT=known % 3, held_out_NT=known % 3), 1, "<unk>", 10, "small")
+    with pytest.raises(DataError, match="numbers below 9, the words of the model, but gives 9"):
+        check_known(text, None, None, 9, "small")
