@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 from rankwise.cli.plan import BUDGET, as_options, sizes_of
+from rankwise.cli.tables import close, wrapped
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
     from rankwise.deploy.compress import Compressed, Listener, Source
+    from rankwise.lab.experiments.healing import Healed
 
 TITLES = {
     "gradients": "Weighing errors by what they cost the loss",
@@ -75,6 +77,12 @@ PATIENCE_SECONDS = 15.0
         "Steps by which each block is trained towards the dense one; 0: none. Default: 250 on a GPU.",
         int,
     ),
+    Argument(
+        "--heal STEPS",
+        "Then train the whole model for so many steps to answer as the dense one, as `rankwise heal` does. Default: 0.",
+        int,
+        0,
+    ),
     Argument("--exclude NAME", "Leave out layers of this name. Repeatable.", default=[], several=True),
     Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which it fits.", default="auto"),
     Argument(
@@ -109,6 +117,7 @@ def compress(options: Options) -> None:
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
     from rankwise.deploy.inputs import Calibration
+    from rankwise.lab.experiments.healing import is_unfinished
 
     sizes = sizes_of(options)
     if len(sizes) != 1:
@@ -120,19 +129,49 @@ def compress(options: Options) -> None:
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
     texts = [Path(name) for name in options.calibration if name != "none"]
+    if options.heal and not texts:
+        raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     if texts or (not options.calibration and source.generates):
         on_gpu = torch.cuda.is_available() and not options.device.startswith("cpu")
         number = options.windows if options.windows is not None else 256 if on_gpu else 64
         given: dict[str, Any] = {"num_windows": number, "window": options.window}
         settings["calibration"] = Calibration(file=texts[0] if texts else None, also=tuple(texts[1:]), **given)
-    with _listening() as listener:
-        made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
+    made, healed = None, None
+    if not (options.heal and is_unfinished(options.out)):
+        with _listening() as listener:
+            made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
+    if options.heal:
+        healed = _heal(options, texts)
     if options.json:
-        print(json.dumps({"folder": options.out, **dataclasses.asdict(made), "remarks": made.remarks()}, indent=1))
-    else:
-        for line in made.remarks():
-            print(line, file=sys.stderr)
-        print(f"{options.out}: {'; '.join(_figures(made))}")
+        found = {} if made is None else {**dataclasses.asdict(made), "remarks": made.remarks()}
+        more = {} if healed is None else {"healed": dataclasses.asdict(healed)}
+        print(json.dumps({"folder": options.out, **found, **more}, indent=1))
+        return
+    for line in [] if made is None else made.remarks():
+        print(wrapped(line), file=sys.stderr)
+    if made is not None:
+        close(f"{'; '.join(_figures(options.out, made))}.", *(() if healed else _following(options, made, texts)))
+    if healed is not None:
+        print(wrapped(str(healed)))
+
+
+def _heal(options: Options, texts: list[Path]) -> Healed:
+    """Train the model that was just written, in its place."""
+    from rankwise.cli.progress import watching
+    from rankwise.lab.experiments.healing import heal_folder
+
+    device: Any = "cpu" if options.device.startswith("cpu") else "auto"
+    with watching() as watcher:
+        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True}
+        return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
+
+
+def _following(options: Options, made: Compressed, texts: list[Path]) -> tuple[str, ...]:
+    """The command that is useful next: healing where something was lost, otherwise export."""
+    if texts and options.method == "svd" and made.quality is not None:
+        given = [word for text in texts for word in ("--text", str(text))]
+        return ("rankwise", "heal", options.out, "--teacher", options.subject, *given, "--out", f"{options.out}-healed")
+    return ("rankwise", "export", options.out, "--to", "onnx")
 
 
 def _source(name: str) -> Source:
@@ -147,9 +186,9 @@ def _source(name: str) -> Source:
     return PretrainedModel(name)
 
 
-def _figures(made: Compressed) -> Iterator[str]:
+def _figures(folder: str, made: Compressed) -> Iterator[str]:
     """Size, quality and speed as phrases."""
-    size = f"{made.exported:,} of {made.dense:,} parameters, {made.removed:.2%} removed"
+    size = f"{folder} has {made.exported:,} of {made.dense:,} parameters, {made.removed:.2%} removed"
     yield f"{size} (at most {made.budget:,} were asked for)"
     if made.quality is not None:
         yield str(made.quality)

@@ -46,9 +46,9 @@ def say(text: str) -> None:
 
 
 def close(result: str, *command: str) -> None:
-    """End a command with the result as a sentence, and the command that is useful next, which stays on one line."""
-    following = f"Next: {shlex.join(command)}".replace(" ", "\0")
-    print(wrapped(f"\n{result} {following}").replace("\0", " "))
+    """End with the result as a sentence, and the command that is useful next, if any, which stays on one line."""
+    following = f" Next: {shlex.join(command)}".replace(" ", "\0").replace("\0", " ", 1) if command else ""
+    print(wrapped(f"\n{result}{following}").replace("\0", " "))
 
 
 def wrapped(text: str, indent: str = "", width: int | None = None) -> str:
