@@ -102,9 +102,10 @@ def test_recipes_are_counted_from_every_run() -> None:
 
 
 def test_the_table_of_one_shot_compression_is_the_recorded_one() -> None:
-    record = json.loads((ROOT / "results/oneshot-smollm2.json").read_text())
-    found = {(f"{row['parameters']:,}", f"{row['perplexity']:,.1f}") for row in record["rows"]}
-    shown = [(parameters, perplexity) for _, parameters, perplexity in rows_of(marked("docs/compress.md", "one-shot"))]
+    record = json.loads((ROOT / "results/arena-smollm2.json").read_text())
+    rows = [record["dense"], *record["rows"]]
+    found = {(f"{row['parameters']:,}", *(f"{row[text]:,.1f}" for text in ("test", "other"))) for row in rows}
+    shown = [tuple(row[1:]) for row in rows_of(marked("docs/compress.md", "one-shot"))]
     assert len(shown) == len(set(shown)) == 5
     assert set(shown) <= found
 

@@ -16,8 +16,8 @@ Results = Mapping[str, Any]
 KNOWN = (
     "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
     "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
-    "methods-enwik8-transformer", "methods-enwik8-transformer-long", "oneshot-smollm2", "oneshot-smollm2-healed",
-    "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress",
+    "methods-enwik8-transformer", "methods-enwik8-transformer-long", "arena-smollm2", "arena-gemma",
+    "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results
@@ -238,18 +238,25 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         _methods,
     ),
     (
-        "Without training",
-        "SmolLM2-135M with a fraction of the whole model removed; perplexity per token on the first 8 windows of "
-        "512 tokens of WikiText-2's test text. `python benchmarks/oneshot_lm.py MODEL TEXTS OUT --windows 8 "
-        "--calibration-windows 32`",
-        _of("oneshot-smollm2", sections.oneshot),
+        "Without training: SmolLM2-135M",
+        "A fraction of the whole model removed; perplexity per token on the first 64 windows of 512 tokens of "
+        "WikiText-2's test text, and of Python's `pydoc` topics as a text of another kind, calibrated on 256 windows "
+        "of 256 tokens of WikiText-2's training text. Peers are their ideas as published, written anew. *Refined* are "
+        "steps for each block. `python benchmarks/arena.py run MODEL TOKENS.npz results/arena-smollm2.json`",
+        _of("arena-smollm2", sections.arena),
+    ),
+    (
+        "Without training: Gemma-3-270M",
+        "The same, with BOS before every window. `python benchmarks/arena.py run MODEL TOKENS.npz "
+        "results/arena-gemma.json --bos 2`",
+        _of("arena-gemma", sections.arena),
     ),
     (
         "With a little training",
-        "The same on one H200 with the first 64 windows of the test text and more calibration, then 300 steps of 16 "
-        "windows of training text (2.5 million tokens) of distillation from the dense model; the learning rate is "
-        "selected on validation text (3e-4 wherever two were tried; [the log](log/one-shot.md)). `python "
-        "benchmarks/oneshot_lm.py MODEL TEXTS OUT --heal 300`",
+        "SmolLM2-135M on one H200 by the one-shot compression of an earlier commit (see the record), then 300 steps of "
+        "16 windows of training text (2.5 million tokens) of distillation from the dense model; the learning rate is "
+        "selected on validation text (3e-4 wherever two were tried; [the log](log/one-shot.md)). Now: `python "
+        "benchmarks/arena.py run MODEL TOKENS.npz OUT.json --heal 300`, or `rankwise heal`.",
         _of("oneshot-smollm2-healed", sections.oneshot),
     ),
     (

@@ -241,6 +241,18 @@ def methods(record: Record) -> Table:
     return Table(("", "parameters", "valid bits per character"), tuple(rows), (f"{record['what']}.",))
 
 
+def arena(record: Record) -> Table:
+    """Compression without training, ours and its peers', on the calibration text's kind and on another."""
+    split, dense = record["settings"]["split"], record["dense"]
+    rows = sorted(record["rows"], key=lambda row: (row["removed"], row.get("refine", 0), row["name"]))
+    cells = [("dense", "", "", "", f"{dense['parameters']:,}", f"{dense[split]:.1f}", f"{dense['other']:.1f}")]
+    for row in rows:
+        refined = row.get("refine", record["settings"]["refine"])
+        sizes = (f"{row['removed']:.0%}", str(refined or ""), str(row["seed"]), f"{row['parameters']:,}")
+        cells.append((row["name"], *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}"))
+    return Table(("", "removed", "refined", "sample", "parameters", "WikiText-2", "other text"), tuple(cells))
+
+
 def oneshot(record: Record) -> Table:
     """Compression without training, and after a little of it."""
     rows = sorted(record["rows"], key=lambda row: row.get("removed", 0.0))
