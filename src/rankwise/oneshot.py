@@ -201,7 +201,7 @@ def _shrink_all(data: _Data, account: SizeAccount, limit: int, method: Svd | Non
     model, sites = data.model, data.plan.sites
     curves = dict(zip((site.name for site in sites), account.curves, strict=True))
     scores = None if method is None else _scores(data, method, curves)
-    unseen = curves.keys() - data.weights.keys() if data.weights else set()
+    unseen = (curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
     counts, alone = _choose(curves, scores, limit - account.fixed, unseen)
     _warn_about([site for site in sites if site.name in data.unreached], UNREACHED)
     _warn_about([site for site in sites if site.name in alone - data.unreached], ALONE)

@@ -18,13 +18,26 @@ from torch import Tensor
 import rankwise as rw
 from rankwise.files import sealed
 from tests.serve.engine import NEW_TOKENS
-from tests.serve.served import CONFIGS, NEEDS_VLLM, PROMPTS, ask, build, mixed, narrowed, one_shot, pruned, save
+from tests.serve.served import (
+    CONFIGS,
+    NEEDS_VLLM,
+    PROMPTS,
+    ask,
+    build,
+    dense_experts,
+    mixed,
+    narrowed,
+    one_shot,
+    pruned,
+    save,
+)
 
 pytestmark = [NEEDS_VLLM, pytest.mark.filterwarnings("ignore:.* of the gates had not decided")]
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama mixed": mixed,
     "llama np-l0": lambda: pruned("llama", "np-l0"),
+    "qwen3-moe with dense experts": dense_experts,
     "llama width": lambda: narrowed("llama"),
     "qwen3 width": lambda: narrowed("qwen3"),
 }
@@ -85,15 +98,9 @@ def an_unknown_layer(folder: Path, source: Path) -> None:
     rewrite(folder, layers={**layers, "model.layers.0.adapter": layers["model.layers.0.mlp.up_proj"]})
 
 
-def an_expert(folder: Path, source: Path) -> None:
-    """A mixture of experts of which one matrix is listed as low-rank."""
+def low_rank_experts(folder: Path, source: Path) -> None:
     shutil.rmtree(folder)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = hf.Qwen3MoeConfig(**build("qwen3").config.to_dict() | sizes | {"model_type": "qwen3_moe"})
-    hf.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    form = {"kind": "low_rank_linear", "inputs": 128, "outputs": 64, "bias": False, "rank": 8}
-    layers = {"model.layers.0.mlp.experts.0.gate_proj": form}
-    rewrite(folder, quant_method="rankwise", version=entry_of(source)["version"], tied={}, layers=layers)
+    rw.compress(build("qwen3-moe"), rw.Budget(removed=0.3)).save_pretrained(folder)  # type: ignore[operator]
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
@@ -103,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "without a tensor": (without_a_tensor, "must hold model.layers.1.mlp.up_proj.1.weight, but does not"),
     "another rank": (another_rank, "model.layers.1.mlp.up_proj.0.weight must be"),
     "an unknown layer": (an_unknown_layer, "must have a layer model.layers.0.adapter, but has none"),
-    "an expert": (an_expert, "model.layers.0.mlp.experts.0.gate_proj is in a RoutedExperts of vLLM"),
+    "low-rank experts": (low_rank_experts, "model.layers.0.mlp.experts.0.down is in a RoutedExperts of vLLM"),
 }
 
 
