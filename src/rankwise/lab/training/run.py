@@ -82,6 +82,8 @@ class Run:
         """The batch of this step."""
         self.graphs = self._make_graphs()
         self.gate_grads: dict[nn.Module, Tensor | None] = {}
+        self.has_dropped = False
+        """Whether components that stay closed were dropped."""
         self.sums = torch.zeros(2, device=self.device)
         """Losses and gradient norms since the last line of metrics."""
         self.logged = 0
@@ -101,9 +103,7 @@ class Run:
         if self.pruner.model is not self.model:
             raise RankwiseError("`pruner` must gate the model that it is called with, but gated another one.")
         self.optimizer = self._make_optimizer()
-        if self.graphs is not None:
-            self.graphs.forget()
-            self.graphs = self._make_graphs()
+        self._record_anew()
         self._warn_if_too_short(self.pruner)
 
     def _warn_if_too_short(self, pruner: Pruner) -> None:
@@ -117,6 +117,7 @@ class Run:
 
     def train_step(self) -> None:
         """One optimizer step on one batch."""
+        self._drop_closed()
         self._set_lr(self.config.lr_at(self.step + 1, pruning=self.pruning))
         if not self.model.training:
             self.model.train()
@@ -130,6 +131,25 @@ class Run:
             self.pruner.step()
         self.step += 1
         self.pending = True
+
+    def _drop_closed(self) -> None:
+        """In the first step after the gates have committed, drop what stays closed, with its state of the optimizer.
+
+        Not in the step before: what is evaluated, saved and taken along the ramp there is of the whole model.
+        """
+        pruner = self.pruner
+        if self.has_dropped or pruner is None or not (self.config.drop_closed and pruner.controller.has_committed):
+            return
+        self.has_dropped = True
+        if pruner.drop_closed(self.optimizer):
+            self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Forget recorded steps, whose weights are others now."""
+        self.gate_grads.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
+            self.graphs = self._make_graphs()
 
     def _move_weights(self) -> None:
         """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
@@ -387,4 +407,7 @@ def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, An
         return {}
     # together, so that the host waits once
     counts = torch.stack([torch.histc(part.float(), BINS, 0, 1) for part in opened]).long().tolist()
+    for found, gate in zip(counts, pruner.controller.gates, strict=True):
+        # closed components that were dropped
+        found[0] += gate.most_components - gate.num_components
     return {GATES: {site.name: found for site, found in zip(pruner.plan.sites, counts, strict=True)}}
