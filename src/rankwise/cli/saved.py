@@ -224,5 +224,7 @@ def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -
     sizes = "; ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in rows[-1]["shapes"].items())
     if line is not None:
         say(line)
+    elif dense is None:
+        say(f"Give the dense model by --dense FOLDER to see whether this one is faster in {options.to}.")
     say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
     print(f"The model is in {target}.")
