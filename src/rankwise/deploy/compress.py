@@ -129,7 +129,8 @@ def compress_folder(
     out: str | Path,
     *,
     calibration: Calibration | None = None,
-    method: Literal["svd", "width"] = "svd",
+    method: Literal["svd", "width", "width+svd"] = "svd",
+    width_share: float | None = None,
     layout: Literal["pair", "pivot"] | None = None,
     target: str | None = None,
     embeddings: bool = False,
@@ -147,7 +148,7 @@ def compress_folder(
     Args:
         budget: the size; `latency_ms` is for one text of 128 tokens, timed on the device.
         calibration: text on which outputs are measured; without it the SVD of the weights.
-        method, layout, target, embeddings: as for `rankwise.compress`.
+        method, width_share, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
         overwrite: replace a model that was saved under this name before.
         device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
@@ -167,6 +168,7 @@ def compress_folder(
     plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
     how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or embeddings)
     work = _Work(model, budget, plan, where, how, prepare and prepare(model), listener)
+    work.settings["width_share"] = width_share
     best = first = work.attempt(model, "global")
     notes = source.save(model, first, folder, overwrite)
     if first.quality is not None and first.quality.is_bad:
