@@ -65,9 +65,8 @@ def slower_than_dense(
     *,
     where: str = "",
     reason: str = "",
-    tolerated: float = TOLERATED,
 ) -> str | None:
-    """A line about a model that is slower than `tolerated` times the dense one of the same precision, else None.
+    """A line about a model that is slower than the dense one of the same precision by more than `TOLERATED`, else None.
 
     Args:
         what: the model, and its precision where there are several.
@@ -75,9 +74,8 @@ def slower_than_dense(
         dense_milliseconds: of the dense model in the same precision and the same place, timed in turns with it.
         where: engine, batch, threads.
         reason: where it is known.
-        tolerated: times the dense model's time, which should be more where the two did not take turns.
     """
-    if milliseconds <= tolerated * dense_milliseconds:
+    if milliseconds <= TOLERATED * dense_milliseconds:
         return None
     return (
         f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -37,13 +38,25 @@ class CalibrationData(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class WidthSvd(Svd):
+    """Fewer neurons and heads, then low rank (`rankwise.both`): sizes are counted as for low rank."""
+
+    name = "width+svd"
+
+    def check_budget(self, budget: Budget) -> None:
+        Width().check_budget(budget)
+
+
 def oneshot_method(
     method: str, budget: Budget, layout: Literal["pair", "pivot"], *, low_rank_only: bool = False
 ) -> Svd | Width:
     """The method of that name; `low_rank_only` if there are settings that only low rank has."""
-    if method not in ("svd", "width"):
-        raise InvalidValueError(f'`method` must be "svd" or "width", but is {method!r} instead.')
-    found = Svd(layout=layout) if method == "svd" else Width()
+    kinds: dict[str, Svd | Width] = {made.name: made for made in (Svd(layout=layout), Width(), WidthSvd(layout=layout))}
+    if method not in kinds:
+        names = ", ".join(f'"{name}"' for name in kinds)
+        raise InvalidValueError(f"`method` must be one of {names}, but is {method!r} instead.")
+    found = kinds[method]
     found.check_budget(budget)
     if isinstance(found, Width) and low_rank_only:
         raise RankwiseError('`layout` and `embeddings` are settings of low rank. Leave them out with method="width".')

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
 from rankwise.blockwise import Blocks, RefinedBlocks, Refinement
+from rankwise.both import NeuronsThenRanks, check_share
 from rankwise.core.allocation import blended_allocation, global_allocation, uniform_allocation
 from rankwise.core.blocks import find_blocks, output_gradients
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, count
@@ -44,7 +45,8 @@ from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.base import energy_of_source, svd_of_source
 from rankwise.methods.svd import Svd
-from rankwise.narrow import narrow_all, oneshot_method
+from rankwise.methods.width import Width
+from rankwise.narrow import WidthSvd, narrow_all, oneshot_method
 from rankwise.sizes import check_arguments, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import become, copied
@@ -81,7 +83,8 @@ def compress(
     budget: Budget,
     calibration: Iterable[Any] | None = None,
     *,
-    method: Literal["svd", "width"] = "svd",
+    method: Literal["svd", "width", "width+svd"] = "svd",
+    width_share: float | None = None,
     loss: Callable[[Any], Tensor] | Literal["sampled"] | None = "sampled",
     loss_batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
@@ -101,7 +104,10 @@ def compress(
 
     Args:
         calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
-        method: "svd", low rank; or "width", fewer neurons and heads of a decoder, which stock tools load.
+        method: "svd", low rank; "width", fewer neurons and heads of a decoder, which stock tools load; or "width+svd",
+            the one and then the other in one budget.
+        width_share: with "width+svd", the share of the removed parameters that goes with neurons and heads. Default:
+            several are tried on batches of `calibration` that are kept back, in the memory of a second model.
         loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
             cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
         loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
@@ -135,6 +141,16 @@ def compress(
     check_weights(model, plan)
     account = size_account(model, plan, how, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
+    check_share(width_share, both=isinstance(how, WidthSvd))
+    if isinstance(how, WidthSvd):
+        plan_for_method(model, plan, Width())
+        shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
+        low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
+        both = NeuronsThenRanks(compress, plan, limit, shared, low_rank)
+        given = list(loss_batches or batches or ())
+        share = both.best_share(model, batches, given) if width_share is None else width_share
+        model = both(model if in_place else copied(model), share, calibration=batches, loss_batches=given)
+        return model if budget.dtype is None else model.to(budget.dtype)
     model = model if in_place else copied(model)
     split(model, [use.name for site in plan.sites for use in site.uses])
     refinement = refinement or Refinement(steps=0)
@@ -248,7 +264,7 @@ class _Shrink:
         self.sites, self.done = data.plan.sites, 0
         self.curves = dict(zip((site.name for site in self.sites), account.curves, strict=True))
         scores = None if ranks == "even" else _scores(data, method, self.curves)
-        unseen = self.curves.keys() - data.weights.keys() if data.weights else set()
+        unseen = (self.curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
         self.counts, self.alone = _choose(self.curves, scores, limit - account.fixed, unseen, blend=ranks == "blend")
         _warn_about([site for site in self.sites if site.name in data.unreached], UNREACHED)
         _warn_about([site for site in self.sites if site.name in self.alone - data.unreached], ALONE)

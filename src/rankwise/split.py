@@ -1,8 +1,9 @@
-"""Modules of torch that hold several matrices, split into linear layers that can be pruned one by one.
+"""Modules that hold several matrices, split into linear layers that can be pruned one by one.
 
-Each is a subclass of the module it replaces, and computes the same: `nn.MultiheadAttention` with its packed weights,
-`nn.LSTM` and `nn.GRU`, and `nn.Conv1d` with a kernel of length 1. A compact model keeps them, with linear layers inside
-that are of low rank where that is smaller.
+Those of torch become a subclass of the module they replace, and compute the same: `nn.MultiheadAttention` with its
+packed weights, `nn.LSTM` and `nn.GRU`, and `nn.Conv1d` with a kernel of length 1. Mixtures of experts of transformers
+become `rankwise.experts.SplitExperts`. A compact model keeps them, with linear layers inside that are of low rank where
+that is smaller.
 
 Shapes: B = batch, T = steps, S = steps of the keys, I = inputs, E = width, H = hidden units, G = gates x hidden units.
 """
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from rankwise import experts
 from rankwise.lazy import is_traced, lazy_weight
 from rankwise.modules import LowRankLinear, is_observed, linear
 from rankwise.swap import become
@@ -294,8 +296,13 @@ SPLIT: dict[type[nn.Module], Callable[..., nn.Module]] = {
 """What each module of torch becomes."""
 
 
+def form_of(module: nn.Module) -> Callable[..., nn.Module] | None:
+    """What a module becomes when it is split, if it is of a kind that can be."""
+    return experts.SplitExperts if experts.is_experts(module) else SPLIT.get(type(module))
+
+
 def refusal(module: nn.Module) -> str | None:
-    """Why a module of one of these types cannot be split, or None if it can."""
+    """Why a module of one of these kinds cannot be split, or None if it can."""
     if "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     match module:
@@ -313,6 +320,10 @@ def refusal(module: nn.Module) -> str | None:
                 return "it is a convolution of a longer kernel, of groups or of strides"
             if module.padding not in ((0,), "valid", "same"):
                 return "it is a convolution that pads its input"
+        case _:
+            own = set(experts.own_parameters(module))
+            if (why := experts.refusal(module)) is not None:
+                return why
     if {name for name, parameter in module._parameters.items() if parameter is not None} - own or module._buffers:
         return f"{type(module).__name__} holds more than its own weights"
     return "its weight is made from something else" if own - module._parameters.keys() else None
@@ -326,7 +337,7 @@ def splittable(model: nn.Module) -> dict[str, nn.Module]:
             owners.setdefault(id(parameter), set()).add(id(module))
     found = {}
     for name, module in model.named_modules():
-        if type(module) in SPLIT and refusal(module) is None:
+        if form_of(module) is not None and refusal(module) is None:
             # a part of a packed weight could not stay tied to the whole elsewhere
             shared = any(len(owners[id(parameter)]) > 1 for parameter in module.parameters(recurse=False))
             if not shared or isinstance(module, nn.RNNBase):
@@ -341,10 +352,14 @@ def split(model: nn.Module, names: Collection[str], *, share: bool = False) -> C
         share: parts of packed weights are views of them, which take no memory.
     """
 
-    def part(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
+    def part(parameter: nn.Parameter, rows: slice | int, *, turned: bool = False) -> nn.Parameter:
         taken = parameter.detach()[rows]
-        taken = taken.squeeze(-1) if taken.dim() == 3 else taken
-        made = nn.Parameter(taken if share else taken.clone(), parameter.requires_grad)
+        taken = taken.squeeze(-1) if taken.dim() == 3 else taken.t() if turned else taken
+        # the matrix of one expert stays where it is: all of a model would take twice the memory
+        is_view = share or (isinstance(rows, int) and not turned)
+        made = nn.Parameter(
+            taken if is_view else taken.clone(memory_format=torch.contiguous_format), parameter.requires_grad
+        )
         # notes that others have left, as transformers does
         vars(made).update(vars(parameter))
         return made
@@ -352,7 +367,9 @@ def split(model: nn.Module, names: Collection[str], *, share: bool = False) -> C
     undo = ExitStack()
     for name, module in splittable(model).items():
         if any(each.startswith(f"{name}." if name else "") for each in names):
-            undo.callback(become(module, SPLIT[type(module)](module, part)))
+            form = form_of(module)
+            assert form is not None
+            undo.callback(become(module, form(module, part)))
     return undo.close
 
 

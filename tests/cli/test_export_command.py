@@ -90,3 +90,8 @@ def test_a_model_that_is_slower_than_dense_gets_a_line(tmp_path: Path, capsys: p
     assert run(["export", *folders, "--to", "pt2", "--length", "16"]) == 0
     # ten thousand times the products are slower on any machine
     assert "\nThe model in pt2 is slower than dense of the same precision (0." in capsys.readouterr().out
+
+
+def test_without_the_dense_model_a_line_says_how_to_compare(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words(folders, "--to", "pt2")) == 0
+    assert "Give the dense model by --dense FOLDER to see whether this one is faster in pt2." in capsys.readouterr().out

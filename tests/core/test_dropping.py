@@ -121,6 +121,41 @@ def test_a_dropped_run_resumes_from_its_state_dict() -> None:
     assert_same(other.compact(), pruner.compact())
 
 
+@pytest.mark.parametrize("method", ["flop-l0", "flop-agp"])
+def test_a_checkpoint_from_before_is_taken_back_by_a_dropped_model(method: str) -> None:
+    model, pruner = start(method)
+    optimizer = OPTIMIZERS["adamw"](pruner.weight_parameters())
+    train(model, pruner, optimizer, range(RAMP))
+    saved, index = copy.deepcopy(model.state_dict()), torch.arange(30)
+    model.eval()
+    want, ranks, export = model(index), pruner.ranks(), pruner.compact()
+    model.train()
+    train(model, pruner, optimizer, range(RAMP, STEPS), drop_at=RAMP + 2)
+    assert pruner.controller.is_narrowed
+    model.load_state_dict(saved)
+    assert not pruner.controller.is_narrowed
+    assert_same(model, start_from(saved, method))
+    assert torch.equal(model.eval()(index), want) and pruner.ranks() == ranks
+    assert_same(pruner.compact(), export)
+    assert pruner.drop_closed() > 0
+
+
+def start_from(state: dict[str, Tensor], method: str) -> nn.Module:
+    model, _ = start(method)
+    model.load_state_dict(state)
+    return model
+
+
+def test_more_components_than_there_ever_were_are_refused() -> None:
+    model, pruner = start()
+    train(model, pruner, OPTIMIZERS["sgd"](pruner.weight_parameters()), range(RAMP + 1), drop_at=RAMP + 1)
+    state = start()[0].state_dict()
+    name = next(name for name in state if name.endswith(".q"))
+    state[name] = torch.zeros(17, *state[name].shape[1:])
+    with pytest.raises(RuntimeError, match=r"size mismatch .*\[17, "):
+        model.load_state_dict(state)
+
+
 @pytest.mark.filterwarnings("ignore:.*prunable parameters must go")
 def test_a_matrix_may_lose_everything() -> None:
     exported = []

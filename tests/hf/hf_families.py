@@ -31,6 +31,9 @@ ENCODER: dict[str, Any] = {
     "max_position_embeddings": 20,
 }
 DECODER = {**ENCODER, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LOCAL_EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DEBERTA = {
     **ENCODER,
     "relative_attention": True,
@@ -93,12 +96,34 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "phi3": lambda: causal(hf.Phi3Config(**DECODER)),
     "olmo2": lambda: causal(hf.Olmo2Config(**DECODER)),
     "gemma": lambda: causal(hf.Gemma3TextConfig(**DECODER, head_dim=8)),
+    "phi": lambda: causal(hf.PhiConfig(**{**DECODER, "num_key_value_heads": 2})),
+    "olmo": lambda: causal(hf.OlmoConfig(**DECODER)),
+    "mixtral": lambda: causal(hf.MixtralConfig(**DECODER, **LOCAL_EXPERTS)),
+    "qwen2-moe": lambda: causal(hf.Qwen2MoeConfig(**DECODER, **EXPERTS, shared_expert_intermediate_size=20)),
+    "qwen3-moe": lambda: causal(hf.Qwen3MoeConfig(**DECODER, **EXPERTS, head_dim=8, tie_word_embeddings=True)),
+    "olmoe": lambda: causal(hf.OlmoeConfig(**DECODER, **LOCAL_EXPERTS)),
+    # its experts are stored transposed, with biases, and their gates in turns with the rest
+    "gpt-oss": lambda: causal(hf.GptOssConfig(**DECODER, **LOCAL_EXPERTS, head_dim=8, rope_parameters=ROPE)),
     "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)),
     "t5": t5,
     "t5-gated": lambda: t5(feed_forward_proj="gated-gelu"),
 }
-TIED = ["bert-mlm", "roberta-mlm", "deberta-v2", "gpt2", "llama-tied", "qwen2", "qwen3", "t5"]
-GENERATING = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "t5"]
+TIED = ["bert-mlm", "roberta-mlm", "deberta-v2", "gpt2", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "t5"]
+MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"]
+GENERATING = [
+    "gpt2",
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi",
+    "phi3",
+    "olmo",
+    "olmo2",
+    "t5",
+    *MIXTURES,
+]
 
 METHODS: dict[str, dict[str, Any]] = {
     "flop-l0": {"anneal_steps": 2},
@@ -117,8 +142,8 @@ def build(family: str, seed: int = 0) -> hf.PreTrainedModel:
     model = FAMILIES[family]()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            if parameter.dim() >= 2:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model
 
 

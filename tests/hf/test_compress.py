@@ -409,19 +409,37 @@ def test_the_last_line_has_size_quality_and_speed(
     assert hf.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("later, slower", [(8.0, True), (4.1, False)])
+SLOWER = "The small model is slower than dense of the same precision "
+
+
+@pytest.mark.parametrize(
+    "later, wanted",
+    [
+        (8.0, [SLOWER + "(0.50x; 1 token on cpu): 8.00 against 4.00 ms."]),
+        # nothing of more than 3% goes unsaid, though it may be the machine
+        (
+            4.2,
+            [
+                SLOWER
+                + "(0.95x; 1 token on cpu): 4.20 against 4.00 ms (or the machine was busy: the two did not take turns)."
+            ],
+        ),
+        (4.1, []),
+    ],
+)
 def test_a_model_that_became_slower_gets_a_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, later: float,
-    slower: bool,
+    wanted: list[str],
 ) -> None:  # fmt: skip
     times = iter([{64: 5.0, 1: 4.0}, {64: 3.0, 1: later}] * 2)
     monkeypatch.setattr("rankwise.deploy.compress.milliseconds", lambda model, length: next(times))
     words = ["compress", str(place / "llama-tied"), "--removed", "0.3", "--calibration", "none", "--device", "cpu"]
     assert run([*words, "--out", str(tmp_path / "small")]) == 0
-    line = "The small model is slower than dense of the same precision (0.50x; 1 token on cpu): 8.00 against 4.00 ms."
-    assert (line in " ".join(capsys.readouterr().err.split())) == slower
+    said = " ".join(capsys.readouterr().err.split())
+    assert [line in said for line in wanted] == [True] * len(wanted)
+    assert ("slower than dense" in said) == bool(wanted)
     assert run([*words, "--out", str(tmp_path / "again"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["remarks"] == [line] * slower
+    assert json.loads(capsys.readouterr().out)["remarks"] == wanted
 
 
 @pytest.mark.parametrize(

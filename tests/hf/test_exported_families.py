@@ -13,7 +13,12 @@ from tests.hf.hf_families import FAMILIES, QUIET, compact
 
 pytestmark = QUIET
 ALL = "RANKWISE_EXPORT_ALL"
-EVERY_DAY = [("mpnet", "flop-l0", "onnx"), ("bert-mlm", "np-l0", "pt2"), ("qwen2", "flop-l0", "openvino")]
+EVERY_DAY = [
+    ("mpnet", "flop-l0", "onnx"),
+    ("bert-mlm", "np-l0", "pt2"),
+    ("qwen2", "flop-l0", "openvino"),
+    ("mixtral", "flop-l0", "pt2"),
+]
 CASES = [
     (family, method, to) for family in FAMILIES for method in ("flop-l0", "np-l0") for to in ("onnx", "openvino", "pt2")
 ]

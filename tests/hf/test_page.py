@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import rankwise as rw
 from tests.hf.hf_families import QUIET, batch, build, logits
@@ -34,13 +35,15 @@ def test_the_code_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "text_batches": [batch(llama, seed=i) for i in range(4)],
     }
     parts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(parts) == 6
+    assert len(parts) == 7
     sizes = []
     for part in parts:
         code = part.replace("=300", "=3").replace("=500", "=4").replace('"runs"', '"runs", use_cpu=True')
         exec(code, names)
         sizes.append(rw.count(names["small"]))
     assert "quantization_config" not in Path("my-llama-narrow/config.json").read_text()
+    both = AutoModelForCausalLM.from_pretrained("my-llama-both")
+    assert rw.count(both) == rw.count(names["both"]) <= names["size"] < names["dense"]
     dense = names["pruner"].account.dense
     assert max(sizes) <= 0.65 * dense
     planned = {use.name.rpartition(".")[2] for site in names["plan"].sites for use in site.uses}

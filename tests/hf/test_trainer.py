@@ -105,7 +105,9 @@ def test_the_trainer_does_what_a_plain_loop_does(tmp_path: Path) -> None:
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("family, method", [("bert", "flop-l0"), ("gpt2", "flop-l0"), ("t5", "flop-agp")])
+@pytest.mark.parametrize(
+    "family, method", [("bert", "flop-l0"), ("gpt2", "flop-l0"), ("t5", "flop-agp"), ("mixtral", "flop-l0")]
+)
 def test_a_resumed_run_ends_with_the_same_weights(
     family: str, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

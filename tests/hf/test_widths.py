@@ -366,5 +366,5 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         rw.Pruner(model, rw.Budget(latency_ms=1.0), "width-l0", anneal_steps=10)
     with pytest.raises(rw.RankwiseError, match="`layout` and `embeddings` are settings of low rank"):
         rw.compress(model, budget, method="width", layout="pivot")
-    with pytest.raises(ValueError, match=r'`method` must be "svd" or "width", but is \'wide\''):
+    with pytest.raises(ValueError, match=r'`method` must be one of "svd", "width", "width\+svd", but is \'wide\''):
         rw.compress(model, budget, method="wide")  # type: ignore[arg-type]

@@ -34,18 +34,19 @@ CONFIGS = {
     "qwen3": (hf.Qwen3Config, {"tie_word_embeddings": True}),
     "gemma3": (hf.Gemma3TextConfig, {"tie_word_embeddings": True, "sliding_window": 16}),
 }
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 PROMPTS = [[5, 9, 33, 41], [7, 8, 100], [200, 3, 4, 5, 6, 7, 12, 249]]
 
 
 def build(family: str, **more: Any) -> hf.PreTrainedModel:
     """A model with weights large enough to tell models apart."""
     torch.manual_seed(0)
-    kind, settings = CONFIGS[family]
+    kind, settings = CONFIGS.get(family, (hf.Qwen3MoeConfig, MIXTURE))
     model = hf.AutoModelForCausalLM.from_config(kind(**{**DECODER, **settings, **more}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            if parameter.dim() >= 2:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
     return model.eval()
@@ -77,6 +78,13 @@ def narrowed(family: str) -> hf.PreTrainedModel:
     tokens = torch.randint(3, WORDS, (8, 9), generator=torch.Generator().manual_seed(0))
     small = rw.compress(build(family), rw.Budget(removed=0.2), tokens.split(2), method="width")
     return small  # type: ignore[return-value]
+
+
+def dense_experts() -> hf.PreTrainedModel:
+    """A mixture of experts whose other layers are low-rank."""
+    model = build("qwen3-moe")
+    plan = rw.find_plan(model, exclude=["experts"])
+    return rw.compress(model, rw.Budget(removed=0.2), plan=plan)  # type: ignore[return-value]
 
 
 def mixed() -> hf.PreTrainedModel:

@@ -18,13 +18,26 @@ from torch import Tensor
 import rankwise as rw
 from rankwise.files import sealed
 from tests.serve.engine import NEW_TOKENS
-from tests.serve.served import CONFIGS, NEEDS_VLLM, PROMPTS, ask, build, mixed, narrowed, one_shot, pruned, save
+from tests.serve.served import (
+    CONFIGS,
+    NEEDS_VLLM,
+    PROMPTS,
+    ask,
+    build,
+    dense_experts,
+    mixed,
+    narrowed,
+    one_shot,
+    pruned,
+    save,
+)
 
 pytestmark = [NEEDS_VLLM, pytest.mark.filterwarnings("ignore:.* of the gates had not decided")]
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama mixed": mixed,
     "llama np-l0": lambda: pruned("llama", "np-l0"),
+    "qwen3-moe with dense experts": dense_experts,
     "llama width": lambda: narrowed("llama"),
     "qwen3 width": lambda: narrowed("qwen3"),
 }
@@ -32,6 +45,10 @@ for _family in CONFIGS:
     MODELS[f"{_family} pair"] = lambda family=_family: one_shot(family, "pair")  # type: ignore[misc]
     MODELS[f"{_family} pivot"] = lambda family=_family: one_shot(family, "pivot")  # type: ignore[misc]
     MODELS[f"{_family} pruned"] = lambda family=_family: pruned(family)  # type: ignore[misc]
+
+
+# a rounding error may send a token to another expert
+ROUNDED = [name for name in MODELS if not name.startswith("qwen3-moe")]
 
 
 def entry_of(folder: Path) -> dict[str, Any]:
@@ -85,15 +102,9 @@ def an_unknown_layer(folder: Path, source: Path) -> None:
     rewrite(folder, layers={**layers, "model.layers.0.adapter": layers["model.layers.0.mlp.up_proj"]})
 
 
-def an_expert(folder: Path, source: Path) -> None:
-    """A mixture of experts of which one matrix is listed as low-rank."""
+def low_rank_experts(folder: Path, source: Path) -> None:
     shutil.rmtree(folder)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = hf.Qwen3MoeConfig(**build("qwen3").config.to_dict() | sizes | {"model_type": "qwen3_moe"})
-    hf.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    form = {"kind": "low_rank_linear", "inputs": 128, "outputs": 64, "bias": False, "rank": 8}
-    layers = {"model.layers.0.mlp.experts.0.gate_proj": form}
-    rewrite(folder, quant_method="rankwise", version=entry_of(source)["version"], tied={}, layers=layers)
+    rw.compress(build("qwen3-moe"), rw.Budget(removed=0.3)).save_pretrained(folder)  # type: ignore[operator]
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
@@ -103,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "without a tensor": (without_a_tensor, "must hold model.layers.1.mlp.up_proj.1.weight, but does not"),
     "another rank": (another_rank, "model.layers.1.mlp.up_proj.0.weight must be"),
     "an unknown layer": (an_unknown_layer, "must have a layer model.layers.0.adapter, but has none"),
-    "an expert": (an_expert, "model.layers.0.mlp.experts.0.gate_proj is in a RoutedExperts of vLLM"),
+    "low-rank experts": (low_rank_experts, "model.layers.0.mlp.experts.0.down is in a RoutedExperts of vLLM"),
 }
 
 
@@ -125,7 +136,8 @@ def answers(folders: Path) -> dict[str, Any]:
     def job(name: str, **settings: Any) -> dict[str, Any]:
         return {"folder": str(folders / name), "prompts": PROMPTS, **settings}
 
-    jobs = {f"{name} {dtype}": job(name, dtype=dtype) for name in MODELS for dtype in ("float32", "bfloat16")}
+    jobs = {f"{name} float32": job(name, dtype="float32") for name in MODELS}
+    jobs |= {f"{name} bfloat16": job(name, dtype="bfloat16") for name in ROUNDED}
     jobs["compiled"] = job("qwen2 pivot", dtype="float32", enforce_eager=False)
     # transformers' own classes, in which vLLM exchanges the layers
     jobs["transformers"] = job("qwen3 pair", dtype="float32", model_impl="transformers")
@@ -177,7 +189,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folders: Path, answe
     assert largest_difference(answer, loaded(folders / name, torch.float32)) < 1e-4
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ROUNDED)
 def test_in_bfloat16_the_difference_is_one_of_rounding(name: str, folders: Path, answers: dict[str, Any]) -> None:
     """vLLM may be three times as far from exact sums as transformers is; clear choices must be the same."""
     answer = answers[f"{name} bfloat16"]

@@ -183,7 +183,7 @@ def _refusal(module: nn.Module) -> str | None:
     name = type(module).__name__
     if isinstance(module, PivotLinear):
         return "the pair that it is half of is no LowRankLinear"
-    if type(module) in split.SPLIT:
+    if split.form_of(module) is not None:
         return split.refusal(module) or "it shares a packed weight with another module"
     conv1d = name == "Conv1D" and hasattr(module, "nf") and getattr(module.weight, "ndim", 0) == 2
     if not isinstance(module, nn.Linear | nn.Embedding) and not conv1d:

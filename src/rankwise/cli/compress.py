@@ -24,6 +24,7 @@ TITLES = {
     "gradients": "Weighing errors by what they cost the loss",
     "ranks": "Sharing out the ranks",
     "factors": "Compressing layer by layer",
+    "shares": "Trying shares of neurons and ranks",
     "widths": "Valuing neurons and heads",
     "narrowing": "Narrowing layer by layer",
     "refining": "Training block by block towards the dense model",
@@ -46,10 +47,11 @@ PATIENCE_SECONDS = 15.0
     Argument("--window N", "Tokens of a window. Default: 256.", int, 256),
     Argument(
         "--method METHOD",
-        "svd, low rank; or width: fewer neurons and heads, for any tool that loads the family. Default: svd.",
-        Literal["svd", "width"],
+        "svd, low rank; width: fewer neurons and heads, for any tool that loads the family; width+svd. Default: svd.",
+        Literal["svd", "width", "width+svd"],
         "svd",
     ),
+    Argument("--width-share S", "With width+svd, the share that neurons and heads give. Default: the best.", float),
     Argument(
         "--layout LAYOUT",
         "pair, or pivot: smaller, and slower on GPUs and in ONNX Runtime. Default: pair.",
@@ -104,7 +106,8 @@ def compress(options: Options) -> None:
     goes on from the last block. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
     `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
     With --method width a decoder such as Llama, Mistral, Qwen or Gemma loses whole neurons and heads, equally many
-    in every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed.
+    in every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed. With
+    --method width+svd it loses neurons and heads, and then ranks, in one budget.
 
     example: rankwise compress my-bert --removed 0.3 --calibration a.txt --out small
     """
@@ -123,7 +126,7 @@ def compress(options: Options) -> None:
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = ("method", "layout", "target", "exclude", "ranks", "refine", "overwrite", "device")
+    names = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine", "overwrite", "device")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]

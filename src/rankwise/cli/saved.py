@@ -242,6 +242,8 @@ def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -
     sizes = "; ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in rows[-1]["shapes"].items())
     if line is not None:
         say(line)
+    elif dense is None:
+        say(f"Give the dense model by --dense FOLDER to see whether this one is faster in {options.to}.")
     say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
     own = rows[-1]
     speed = "" if dense is None else f", at {dense / own['milliseconds']:.2f} times the speed of dense"

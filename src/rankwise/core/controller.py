@@ -245,7 +245,7 @@ class Controller(FixedDtypeModule, ABC):
         curves = zip(self.account.curves, sizes, strict=True)
         resized = tuple(replace(curve, num_components=size) for curve, size in curves)
         self.account = replace(self.account, curves=resized)
-        self.is_narrowed = True
+        self.is_narrowed = any(gate.num_components < gate.most_components for gate in self.gates)
 
     def invalidate_masks(self) -> None:
         """Forget every mask, because the state that it was made from was loaded, moved or changed."""
@@ -317,9 +317,9 @@ class Controller(FixedDtypeModule, ABC):
             gate.is_binary = is_binary and number == (size if rank is None else rank)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # the checkpoint of a model whose closed components were dropped
+        # the checkpoint of a model whose closed components were dropped, or one from before they were
         moments, saved = self._buffers.get("moments"), state_dict.get(f"{prefix}moments")
-        if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] < moments.shape[1]:
+        if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] != moments.shape[1]:
             self._buffers["moments"] = moments.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.invalidate_masks()

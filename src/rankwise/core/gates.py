@@ -123,6 +123,8 @@ class Gate(FixedDtypeModule):
     def __init__(self, num_components: int) -> None:
         super().__init__()
         self.num_components = num_components
+        self.most_components = num_components
+        """Components before any were dropped."""
         self.z: Tensor | None = None
         self.active: Tensor | None = None
         self.is_binary = False
@@ -142,12 +144,19 @@ class Gate(FixedDtypeModule):
 
     def narrow(self, kept: Tensor) -> None:
         """Drop all other components; masks are made again when they are next used."""
+        self._change(len(kept), lambda tensor: tensor.index_select(0, kept))
+
+    def widen(self, number: int) -> None:
+        """Make room for the values of so many components, which the caller fills in."""
+        self._change(number, lambda tensor: tensor.new_zeros(number))
+
+    def _change(self, number: int, change: Callable[[Tensor], Tensor]) -> None:
         for name, buffer in self._buffers.items():
             if buffer is not None and buffer.shape == (self.num_components,):
-                self._buffers[name] = buffer.index_select(0, kept)
+                self._buffers[name] = change(buffer)
         if self.z is not None:
-            self.z = self.z.detach().index_select(0, kept).requires_grad_(self.z.requires_grad)
-        self.num_components = len(kept)
+            self.z = change(self.z.detach()).requires_grad_(self.z.requires_grad)
+        self.num_components = number
         self.active, self.is_binary, self.eval_mask = None, False, None
 
     def forward(self) -> Mask:

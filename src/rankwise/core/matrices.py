@@ -119,11 +119,21 @@ class FactorizedMatrix(GatedMatrix):
         self.cost_curve = replace(self.cost_curve, num_components=len(kept))
         return {self.p: 1, self.q: 0}
 
+    def _widen(self, number: int) -> None:
+        """Make room for components that were dropped."""
+        _set_parameter(self.p, self.p.new_zeros(self.p.shape[0], number))
+        _set_parameter(self.q, self.q.new_zeros(number, self.q.shape[1]))
+        self.gate.widen(number)
+        self.cost_curve = replace(self.cost_curve, num_components=number)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # the checkpoint of a model whose closed components were dropped
+        # the checkpoint of a model whose closed components were dropped, or one from before they were
         saved = state_dict.get(f"{prefix}q")
-        if self.gate.z is not None and isinstance(saved, Tensor) and len(saved) < self.gate.num_components:
-            self.narrow(torch.arange(len(saved), device=self.q.device))
+        if self.gate.z is not None and isinstance(saved, Tensor) and len(saved) != self.gate.num_components:
+            if len(saved) < self.gate.num_components:
+                self.narrow(torch.arange(len(saved), device=self.q.device))
+            elif len(saved) <= self.gate.most_components:
+                self._widen(len(saved))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
@@ -243,13 +253,19 @@ def _scale(x: Tensor, z: Tensor | None) -> Tensor:
 
 def _narrow_parameter(parameter: nn.Parameter, dim: int, kept: Tensor) -> None:
     """Keep these rows or columns of a parameter, and of its gradient, which stays the same object."""
-    grad, data = parameter.grad, parameter.detach().index_select(dim, kept)
+    grad = parameter.grad
+    _set_parameter(parameter, parameter.detach().index_select(dim, kept))
+    parameter.grad = None if grad is None else grad.index_select(dim, kept)
+
+
+def _set_parameter(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter values of another shape, and no gradient."""
+    data = data.detach()
     parameter.grad = None
     # a loss of the last step may still hold the graph that expects gradients of the old shape; torch makes a new place
     # for gradients when the dtype changes
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
-    parameter.grad = None if grad is None else grad.index_select(dim, kept)
 
 
 def _like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rankwise.core.layers import GatedEmbedding, GatedLayer
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
+from rankwise.experts import same_routes
 from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, SelectedLinear, embedding, has_own_forward
 from rankwise.swap import swapped
 
@@ -87,8 +88,10 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
         return
     # Accelerate puts mixed precision into a forward of the module's own
     is_mixed = torch.is_autocast_enabled() or any("forward" in vars(module) for module in model.modules())
-    with _undisturbed(model):
+    with _undisturbed(model), same_routes(model) as start:
+        start()
         found = _outputs(model, *batch.inputs)
+        start()
         with swapped([(layer, _stock_layer(layer)) for layer in layers.values()]):
             expected = _outputs(model, *batch.inputs)
         # a model that cannot be called like this says nothing
@@ -96,6 +99,7 @@ def verify_layers(model: nn.Module, batch: Batch) -> None:
             return
         wrong = []
         for name, layer in layers.items():
+            start()
             with swapped([(layer, _stock_layer(layer))]):
                 if not _are_close(found, _outputs(model, *batch.inputs), is_mixed):
                     wrong.append(name)

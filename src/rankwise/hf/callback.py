@@ -30,6 +30,7 @@ class PruningCallback(TrainerCallback):
             raise InvalidTypeError(f"`pruner` must be a rankwise.Pruner, but is a {type(pruner).__name__} instead.")
         self.pruner = pruner
         self._scale = 1.0
+        self._has_dropped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that would not train the pruner's model."""
@@ -56,7 +57,8 @@ class PruningCallback(TrainerCallback):
         """Move the gates; once they stay, drop what they closed."""
         self.pruner.step(grad_scale=self._scale)
         controller, optimizer = self.pruner.controller, kwargs.get("optimizer")
-        if controller.has_committed and not controller.is_narrowed and not controller.distributed.is_wrapped:
+        if controller.has_committed and not self._has_dropped and not controller.distributed.is_wrapped:
+            self._has_dropped = True
             self.pruner.drop_closed(*([] if optimizer is None else [optimizer]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

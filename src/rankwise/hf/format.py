@@ -181,12 +181,13 @@ def _follower(table: LowRankEmbedding, name: str, module: nn.Module) -> Layer:
     )
 
 
+def names_for(name: str, model: PreTrainedModel) -> tuple[str, str, str]:
+    """What a saved name may be in `model`: as it is, or with the prefix of the base taken off or put on."""
+    prefix = f"{model.base_model_prefix}."
+    return name, name.removeprefix(prefix), prefix + name
+
+
 def _renamer(model: PreTrainedModel, names: Iterable[str]) -> Callable[[str], str | None]:
-    """How to find a saved name among `names`: as it is, or with the prefix of the base taken off or put on."""
-    known, prefix = set(names), f"{model.base_model_prefix}."
-
-    def here(name: str) -> str | None:
-        forms = (name, name.removeprefix(prefix), prefix + name)
-        return next((form for form in forms if form in known), None)
-
-    return here
+    """How to find a saved name among `names`."""
+    known = set(names)
+    return lambda name: next((form for form in names_for(name, model) if form in known), None)

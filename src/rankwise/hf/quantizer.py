@@ -41,6 +41,7 @@ from rankwise.hf.format import (
     check_listed,
     is_foreign,
     is_gated,
+    names_for,
     of_same_sizes,
     renamed_for,
     ties_in,
@@ -103,7 +104,7 @@ class RankwiseQuantizer(HfQuantizer):
     ) -> None:
         if checkpoint_files and self.saved.files is not None:
             _check_weights([Path(path) for path in checkpoint_files], self.saved.files)
-        split(model, self.saved.layers)
+        split(model, [form for name in self.saved.layers for form in names_for(name, model)])
         other_sizes = SIZES_MAY_DIFFER.get()
         self.saved = saved = of_same_sizes(renamed_for(self.saved, model), model, ignore=other_sizes)
         if checkpoint_files:

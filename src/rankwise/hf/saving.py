@@ -153,6 +153,9 @@ def save_changed(
         weights = dict(model.named_parameters(remove_duplicate=False))
         refuse_nonfinite({name: tensor for name, tensor in (state_dict or weights).items() if name in weights})
     hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
+    if is_gated(model):
+        # the Trainer resumes by `load_state_dict`, which knows no names but the model's own
+        kwargs.setdefault("save_original_format", False)
     entry = entry_of(model)
     with _holding(model.config, entry):
         stock(model, save_directory, is_main_process, state_dict, **kwargs)

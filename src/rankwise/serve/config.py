@@ -93,7 +93,8 @@ class RankwiseConfig(QuantizationConfig):
         if inside:
             raise CheckpointError(
                 f"rankwise serves linear layers and embeddings, but {inside[0]} is in a {type(layer).__name__} of "
-                "vLLM (a mixture of experts?). Compress the model again without it (`--exclude`)."
+                "vLLM (a mixture of experts?). Compress the model again without it (`--exclude experts`), or serve it "
+                "with transformers."
             )
         return None
 

@@ -18,13 +18,30 @@ def test_every_component_is_counted_and_in_the_end_is_open_or_closed(tmp_path: P
     assert pruner is not None
     lines = [line for line in RunFolder(tmp_path / "run").lines() if GATES in line]
     assert [line["step"] for line in lines] == [6, 8]
-    sizes = {site.name: c.num_components for site, c in zip(pruner.plan.sites, pruner.account.curves, strict=True)}
+    sizes = {site.name: site.pair_rank or min(site.shape) for site in pruner.plan.sites}
     for line in lines:
         assert {name: sum(found) for name, found in line[GATES].items()} == sizes
     ranks = pruner.ranks()
     for name, found in lines[-1][GATES].items():
         assert len(found) == BINS
         assert (found[0], found[-1]) == (sizes[name] - ranks[name], ranks[name])
+
+
+@pytest.mark.parametrize("drop_closed", [True, False])
+def test_components_that_were_dropped_count_as_closed(drop_closed: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, steps=24, log_every=1, drop_closed=drop_closed)
+    pruner = run("sru", "flop-agp", tmp_path / "run", config=config).pruner
+    assert pruner is not None
+    assert pruner.controller.is_narrowed == drop_closed
+    lines = [line for line in RunFolder(tmp_path / "run").lines() if GATES in line]
+    after = [line for line in lines if line["step"] > CONFIG.dense_steps + pruner.controller.anneal_steps]
+    assert after
+    sizes = {site.name: site.pair_rank or min(site.shape) for site in pruner.plan.sites}
+    ranks = pruner.ranks()
+    for line in lines:
+        assert {name: sum(found) for name, found in line[GATES].items()} == sizes
+    for line in after:
+        assert all(found[0] >= sizes[name] - ranks[name] for name, found in line[GATES].items())
 
 
 def test_histograms_are_few_however_many_lines_there_are(tmp_path: Path) -> None:

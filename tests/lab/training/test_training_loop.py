@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -21,6 +22,7 @@ from rankwise.lab.tasks.language import LanguageModel, Streams, evaluate
 from rankwise.lab.training import Progress, TrainingConfig, fit
 from rankwise.lab.training.loop import TRACKERS
 from rankwise.lab.training.records import RunFolder
+from rankwise.lab.training.run import Run
 from tests.lab.training.training_toys import CONFIG, SETTINGS, make_corpus, make_model, pruner_of, run
 
 DENSE = dataclasses.replace(CONFIG, dense_steps=0)
@@ -45,6 +47,56 @@ def test_every_method_trains_prunes_compacts_saves_and_loads(kind: str, method: 
     for model in (outcome.model, small, loaded):
         quality = evaluate(LanguageModel(model), text, corpus.unit)
         assert quality.loss == pytest.approx(outcome.best.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sru", "txl", "adaptive"])
+@pytest.mark.parametrize("method", ["flop-l0", "flop-agp", "np-l0", "agp", "fac"])
+def test_closed_components_are_dropped_after_the_ramp_and_change_nothing(
+    kind: str, method: str, tmp_path: Path
+) -> None:
+    outcomes = [
+        run(kind, method, tmp_path / str(drop), config=dataclasses.replace(CONFIG, drop_closed=drop), dropout=0.0)
+        for drop in (True, False)
+    ]
+    pruners = [outcome.pruner for outcome in outcomes]
+    assert pruners[0] is not None and pruners[1] is not None
+    assert pruners[0].controller.is_narrowed or not method.startswith("flop")
+    assert not pruners[1].controller.is_narrowed
+    assert pruners[0].ranks() == pruners[1].ranks() and pruners[0].size() == pruners[1].size()
+    found, want = (pruner.compact().state_dict() for pruner in pruners)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    lines = [RunFolder(outcome.folder).lines() for outcome in outcomes]
+    for one, other in zip(*lines, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"seconds", "tokens_per_second", "gates"}:
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+def test_checkpoints_after_the_ramp_hold_the_kept_components_alone(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, checkpoint_every=1, keep=12)
+    outcome = run("txl", "flop-l0", tmp_path / "run", config=config)
+    # the ramp ends with step 8
+    for name, moments in (("model", 0), ("training", 2)):
+        paths = [tmp_path / "run" / "checkpoints" / f"step-{step}" / f"{name}.safetensors" for step in (8, 9, 12)]
+        held = [sum(tensor.numel() for tensor in load_file(path).values()) for path in paths]
+        assert held[0] > held[1] == held[2]
+        assert moments * rw.count(outcome.model) < held[2]
+
+
+def test_the_best_weights_may_be_from_before_components_were_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation at the end of the ramp is of the size asked for, and may be the best."""
+    outcomes = []
+    for drop in (True, False):
+        losses = iter(range(100))
+        monkeypatch.setattr(Run, "evaluate", lambda *args, losses=losses: float(next(losses)))
+        config = dataclasses.replace(CONFIG, eval_every=4, drop_closed=drop)
+        outcomes.append(run("txl", "flop-l0", tmp_path / str(drop), config=config))
+        assert outcomes[-1].best is not None and outcomes[-1].best.step == 8
+    found, want = (outcome.model.state_dict() for outcome in outcomes)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 def test_a_pruner_made_by_the_caller_is_taken_as_it_is(tmp_path: Path) -> None:

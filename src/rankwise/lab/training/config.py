@@ -102,6 +102,9 @@ class LoopConfig:
     """Steps between lines of metrics."""
     seed: int = 0
     """The seed of dropout and of the order of the data."""
+    drop_closed: bool = True
+    """After the ramp, components that stay closed are dropped with their optimizer state, for less memory and time.
+    False keeps them, so that the pruner of the finished run can still export larger models than its own budget."""
 
     def __post_init__(self) -> None:
         # a config read from JSON brings a list
@@ -219,8 +222,8 @@ class TuningConfig:
         )
 
 
-HOUSEKEEPING = ("checkpoint_every", "keep")
-"""Settings that change neither weights nor metrics, so a resumed run may have others."""
+HOUSEKEEPING = ("checkpoint_every", "keep", "drop_closed")
+"""Settings that change neither weights nor metrics, or by rounding alone, so a resumed run may have others."""
 
 
 def binding(configuration: Mapping[str, Any]) -> dict[str, Any]:

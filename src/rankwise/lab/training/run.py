@@ -7,7 +7,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from rankwise.lab.training.checkpoint import (
     random_tensors,
 )  # fmt: skip
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
+from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.records import RunFolder
 from rankwise.pruner import Pruner
@@ -86,6 +87,8 @@ class Run:
         """The batch of this step."""
         self.graphs = self._make_graphs()
         self.gate_grads: dict[nn.Module, Tensor | None] = {}
+        self.has_dropped = False
+        """Whether components that stay closed were dropped."""
         self.sums = torch.zeros(2, device=self.device)
         """Losses and gradient norms since the last line of metrics."""
         self.logged = 0
@@ -105,9 +108,7 @@ class Run:
         if self.pruner.model is not self.model:
             raise RankwiseError("`pruner` must gate the model that it is called with, but gated another one.")
         self.optimizer = self._make_optimizer()
-        if self.graphs is not None:
-            self.graphs.forget()
-            self.graphs = self._make_graphs()
+        self._record_anew()
         self._warn_if_too_short(self.pruner)
 
     def _warn_if_too_short(self, pruner: Pruner) -> None:
@@ -121,6 +122,7 @@ class Run:
 
     def train_step(self) -> None:
         """One optimizer step on one batch."""
+        self._drop_closed()
         self._set_lr(self.config.lr_at(self.step + 1, pruning=self.pruning))
         if not self.model.training:
             self.model.train()
@@ -134,6 +136,25 @@ class Run:
             self.pruner.step()
         self.step += 1
         self.pending = True
+
+    def _drop_closed(self) -> None:
+        """In the first step after the gates have committed, drop what stays closed, with its state of the optimizer.
+
+        Not in the step before: what is evaluated, saved and taken along the ramp there is of the whole model.
+        """
+        pruner = self.pruner
+        if self.has_dropped or pruner is None or not (self.config.drop_closed and pruner.controller.has_committed):
+            return
+        self.has_dropped = True
+        if pruner.drop_closed(self.optimizer):
+            self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Forget recorded steps, whose weights are others now."""
+        self.gate_grads.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
+            self.graphs = self._make_graphs()
 
     def _move_weights(self) -> None:
         """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
@@ -297,64 +318,6 @@ class Run:
         return StepGraphs(self._move_weights, share=not self.objective.carries)
 
 
-class StepGraphs:
-    """Steps recorded as CUDA graphs, one for each shape of batch: the host issues one command in place of hundreds.
-
-    A small model keeps a GPU busy for less time than the host takes to issue its work. `step` must read and write the
-    same memory for every batch of a shape. A graph of it is valid as long as the *signature* stays the same: the shapes
-    of what is carried from step to step, and what of the gates is known to the host. A signature is run once before it
-    is recorded, so that kernels are compiled and state is made by then.
-
-    Args:
-        share: the graphs share the memory of a step. Then `step` must leave nothing behind that it made, such as
-            gradients, and no signature may change: memory is not shared with a graph that was dropped.
-    """
-
-    def __init__(self, step: Callable[[], None], *, share: bool) -> None:
-        self.step = step
-        self.recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        """The graph of each shape of batch."""
-        self._pool = torch.cuda.graph_pool_handle() if share else None
-        self._seen: dict[Hashable, Hashable] = {}
-        """The last signature of each shape."""
-        self._refused = False
-        """Whether the step does what no graph can hold, such as waiting for the GPU."""
-
-    def run(self, key: Hashable, signature: Hashable) -> bool:
-        """Take a step on the batch of that key; whether it was one of a graph, so that what it wrote lies as before."""
-        is_new = key not in self._seen or self._seen[key] != signature
-        if is_new and key in self.recorded:
-            self.recorded.pop(key).reset()
-        self._seen[key] = signature
-        if not is_new and not self._refused and key not in self.recorded:
-            self._record(key)
-        if key not in self.recorded:
-            self.step()
-            return False
-        self.recorded[key].replay()
-        return True
-
-    def forget(self) -> None:
-        """Drop all graphs and free their memory."""
-        for graph in self.recorded.values():
-            graph.reset()
-        self.recorded.clear()
-        self._seen.clear()
-
-    def _record(self, key: Hashable) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # other threads, such as a tracker's, may continue with theirs
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self.step()
-        except RuntimeError as error:
-            self._refused = True
-            reason = str(error).split("\n")[0]
-            warnings.warn(f"This model trains without a CUDA graph, and slower: {reason}", stacklevel=5)
-        else:
-            self.recorded[key] = graph
-
-
 def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | None, teacher: nn.Module | None) -> None:
     """Refuse arguments of `fit` that do not fit together."""
     if isinstance(pruner, Pruner) and (config.dense_steps or pruner.model is not model):
@@ -391,4 +354,7 @@ def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, An
         return {}
     # together, so that the host waits once
     counts = torch.stack([torch.histc(part.float(), BINS, 0, 1) for part in opened]).long().tolist()
+    for found, gate in zip(counts, pruner.controller.gates, strict=True):
+        # closed components that were dropped
+        found[0] += gate.most_components - gate.num_components
     return {GATES: {site.name: found for site, found in zip(pruner.plan.sites, counts, strict=True)}}
