@@ -205,3 +205,9 @@ def _check_windows(model: Any, windows: list[Tensor]) -> None:
     largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
+
+
+def load_config(name: str) -> Any:
+    """The configuration of that folder or name."""
+    with _one_line(name):
+        return AutoConfig.from_pretrained(name, **source_of(name))
