@@ -176,9 +176,7 @@ def _check_model(name: str) -> None:
     from rankwise.lab.experiments.saved_models import kind_of
 
     if Path(name).is_dir() and kind_of(Path(name)) != "pretrained":
-        raise CheckpointError(
-            f"--tasks and --text need a model of transformers, but {name} holds no config.json."
-        )
+        raise CheckpointError(f"--tasks and --text need a model of transformers, but {name} holds no config.json.")
 
 
 def _check_out(text: str | None) -> Path | None:

@@ -202,10 +202,11 @@ class Tasks:
             raise DataError(f"`include` must be a folder of task files, but there is no folder {include}.")
         self.names = list(dict.fromkeys(names))
         with quiet():
-            self.found = self._find(include)
+            self.manager = self._manager(include)
+            self.found = self._load()
 
-    def _find(self, include: Path | None) -> list[Any]:
-        """The tasks and groups of these names: of a folder by itself where it has all, else beside lm-eval's own."""
+    def _manager(self, include: Path | None) -> Any:
+        """What knows these names: a folder by itself where it has all, else beside lm-eval's own tasks."""
         from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
         known: list[str] = []
@@ -214,25 +215,28 @@ class Tasks:
             with _of_task("`include`"):
                 manager = TaskManager(include_path=include and str(include), include_defaults=defaults)
             known = manager.all_tasks
-            if set(self.names) <= set(known):
-                break
-        for name in self.names:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, SUGGESTED)
-                hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-                raise DataError(
-                    f"`tasks` must be names that lm-eval knows, or of a folder given by --include, but there is no "
-                    f"{name!r}.{hint}"
-                )
+            # a group may name tasks of lm-eval
+            if set(self.names) <= set(known if defaults else manager.all_subtasks):
+                return manager
+        wrong = next(name for name in self.names if name not in known)
+        close = difflib.get_close_matches(wrong, known, SUGGESTED)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise DataError(
+            f"`tasks` must be names that lm-eval knows, or of a folder given by --include, but there is no {wrong!r}."
+            f"{hint}"
+        )
+
+    def _load(self) -> list[Any]:
+        """The tasks and groups, which reads their data."""
         found: list[Any] = []
         for name in self.names:
             with _of_task(f"The task {name!r}"):
-                loaded = manager.load([name])
+                loaded = self.manager.load([name])
                 group = loaded["groups"].get(name)
                 found += loaded["tasks"].values() if group is None else [group]
         with _of_task("The tasks"):
             # which refuses one that is in two groups
-            manager.load(found)
+            self.manager.load(found)
         return found
 
     def measure(
@@ -243,8 +247,10 @@ class Tasks:
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
 
         with quiet(), _of_task("The tasks"):
-            language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-            found = simple_evaluate(language_model, tasks=self.found, limit=limit, log_samples=False)
+            with _without_advice():
+                language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            settings = {"tasks": self.found, "limit": limit, "task_manager": self.manager, "log_samples": False}
+            found = simple_evaluate(language_model, **settings)
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
         return {
             **{name: found[name] for name in kept if found.get(name)},
@@ -255,25 +261,24 @@ class Tasks:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval and what it uses from drawing progress bars, unless on a terminal, and from all but warnings."""
-    logger = logging.getLogger("lm_eval")
+    """Keep lm-eval and what it uses from drawing progress bars, unless on a terminal."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with no_progress_bars(), redirect_stderr(_WithoutBars(sys.stderr)):
+        yield
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep lm-eval from warning that it is given a model and not a name."""
+    logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
-    logger.setLevel(logging.WARNING)
-    # it warns that arguments which nobody gave are ignored
-    logger.addFilter(_is_news)
+    logger.setLevel(logging.ERROR)
     try:
-        if sys.stderr.isatty():
-            yield
-            return
-        with no_progress_bars(), redirect_stderr(_WithoutBars(sys.stderr)):
-            yield
+        yield
     finally:
         logger.setLevel(level)
-        logger.removeFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return "`pretrained` model kwarg is not of type `str`" not in record.getMessage()
 
 
 class _WithoutBars(io.TextIOBase):
