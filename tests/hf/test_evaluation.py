@@ -80,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tasks").mkdir()
     for name, file in (("toy_choice", "questions.jsonl"), ("toy_lost", "nowhere.jsonl")):
         (folder / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, file=folder / file))
+    (folder / "tasks" / "group.yaml").write_text("group: toy_group\ntask:\n  - toy_choice\n")
     return folder
 
 
@@ -265,6 +266,12 @@ def test_an_unknown_task_gets_the_nearest_names(place: Path) -> None:
     with pytest.raises(rw.DataError, match="there is no 'toy_choise'. Did you mean 'toy_choice'") as raised:
         Tasks(["toy_choise", "hellaswag"], place / "tasks")
     assert "hellaswag" not in str(raised.value)
+
+
+def test_a_group_is_measured_by_its_tasks(place: Path) -> None:
+    model: Any = build("llama")
+    found = Tasks(["toy_group"], place / "tasks").measure(model, tokenizer(True), batch_size=20)
+    assert found["results"]["toy_choice"]["acc,none"] == pytest.approx(accuracy(model, 20))
 
 
 def test_what_to_install_is_said(
