@@ -72,6 +72,9 @@ def test_results_are_replaced_with_the_model(tmp_path: Path) -> None:
     save_pretrained(compact("bert"), tmp_path / "small", **MEASURED)
     save_pretrained(compact("bert"), tmp_path / "small", speed=MEASURED["speed"], overwrite=True)
     assert list(read(tmp_path / "small")[1]) == ["speed"]
+    (tmp_path / "small" / ".eval_results" / "mine.yaml").write_text("[]")
+    with pytest.raises(rw.CheckpointError, match="small also holds .eval_results/mine.yaml"):
+        save_pretrained(compact("bert"), tmp_path / "small", overwrite=True)
 
 
 def test_a_folder_is_no_name_on_the_hub(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 README, RESULTS = "README.md", ".eval_results"
+OWN_RESULTS = {"size.yaml", "quality.yaml", "speed.yaml"}
+"""What is written to `.eval_results`; others may add results there."""
 UNNAMED = "data that were not named"
 NO_DATASET = "No dataset of the hub: "
 TASKS = {

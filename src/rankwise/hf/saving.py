@@ -25,7 +25,7 @@ from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
-from rankwise.hf.card import RESULTS, UNNAMED, BeforeAfter, Card, write_card
+from rankwise.hf.card import OWN_RESULTS, RESULTS, UNNAMED, BeforeAfter, Card, write_card
 from rankwise.hf.format import entry_of, is_gated
 
 CONFIG, ENTRY = "config.json", "quantization_config"
@@ -116,6 +116,8 @@ def check_pretrained_target(target: Path, overwrite: bool) -> None:
 
     def not_ours(folder: Path) -> str | None:
         known, config = {RESULTS, *_module_folders(folder)}, folder / CONFIG
+        if others := sorted({entry.name for entry in (folder / RESULTS).glob("*")} - OWN_RESULTS):
+            return f"also holds {RESULTS}/{others[0]}"
         for entry in sorted(folder.iterdir()):
             if entry.is_dir() and entry.name not in known:
                 return f"also holds the folder {entry.name}"
