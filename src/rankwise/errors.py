@@ -6,6 +6,7 @@ EXTRAS = {
     "train": ("filelock", "pooch", "tensorboard"),
     "hf": ("transformers>=5.17", "accelerate"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"),
+    "eval": ("lm_eval>=0.4.13",),
 }
 """What each extra of `pyproject.toml` installs, for messages about what is missing."""
 

@@ -250,7 +250,7 @@ def test_files_of_sentence_transformers_travel_but_no_code(place: Path, tmp_path
         compress_pretrained(str(source), rw.Budget(removed=0.2), out, overwrite=overwrite, listener=notes)
     assert {name: (out / name).read_text() for name in inside} == inside
     assert not any((out / name).exists() for name in others)
-    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["1_Pooling"]
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [".eval_results", "1_Pooling"]
     assert notes.said[-1].endswith("files are: 1_Pooling/code.py, 1_Pooling/pytorch_model.bin.")
     (out / "mine").mkdir()
     with pytest.raises(rw.CheckpointError, match="also holds the folder mine"):

@@ -512,7 +512,7 @@ def test_the_card_says_what_was_asked_for_and_what_was_measured(tmp_path: Path) 
     )
     card = (tmp_path / "small" / "README.md").read_text()
     for line in (
-        'base_model: "some/bert"',
+        "base_model: some/bert",
         f"| dense | {size.dense:,} | 0.00% |",
         f"| requested, at most | {size.budget:,} | {1 - size.budget / size.dense:.2%} |",
         f"| this model | {rw.count(small):,} | {size.removed:.2%} |",

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from rankwise.cli.command import HELP, UsageError, help_text, parse
 from rankwise.cli.compress import compress
+from rankwise.cli.evaluate import evaluate
 from rankwise.cli.heal import heal
 from rankwise.cli.plan import plan
 from rankwise.cli.runs import presets, prune, report, sweep, train
 from rankwise.cli.runs import run as run_preset
-from rankwise.cli.saved import bench, evaluate, export, sample
+from rankwise.cli.saved import bench, export, sample
 from rankwise.cli.tables import wrapped
 from rankwise.errors import RankwiseError, nearest
 from rankwise.version import VERSION
@@ -98,7 +99,8 @@ def _dispatch(arguments: list[str]) -> None:
     if command.experiment is not None:
         from rankwise.cli.settings import configured
 
-        options.experiment = configured(command.experiment(options), options)
+        experiment = command.experiment(options)
+        options.experiment = None if experiment is None else configured(experiment, options)
     command.run(options)
 
 

@@ -71,15 +71,15 @@ class Command:
     """Paragraphs of the help, with one example at least: `example: rankwise NAME ...`."""
     arguments: tuple[Argument, ...]
     run: Callable[[Options], None]
-    experiment: Callable[[Options], Experiment] | None
-    """For a command that takes settings: the experiment that they change."""
+    experiment: Callable[[Options], Experiment | None] | None
+    """For a command that takes settings: the experiment that they change; None where there is none to change."""
 
     def error(self, what: str) -> UsageError:
         return UsageError(f"`rankwise {self.name}` {what}. See `rankwise {self.name} --help`.")
 
 
 def command(
-    *arguments: Argument, experiment: Callable[[Options], Experiment] | None = None
+    *arguments: Argument, experiment: Callable[[Options], Experiment | None] | None = None
 ) -> Callable[[Callable[[Options], None]], Command]:
     """Make a command of a function; its docstring is the help."""
 
@@ -210,7 +210,8 @@ def help_text(command: Command, arguments: Sequence[str]) -> str:
         return text
     from rankwise.cli.settings import configured, settings_help
 
-    return f"{text}\n\n{settings_help(configured(command.experiment(options), options))}"
+    experiment = command.experiment(options)
+    return text if experiment is None else f"{text}\n\n{settings_help(configured(experiment, options))}"
 
 
 def _usage(command: Command) -> str:

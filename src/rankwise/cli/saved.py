@@ -1,4 +1,4 @@
-"""`rankwise evaluate`, `sample`, `bench` and `export`: the commands that use a saved model."""
+"""`rankwise sample`, `bench` and `export`: commands that use a saved model."""
 
 from __future__ import annotations
 
@@ -11,70 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
-from rankwise.cli.runs import refuse_settings
 from rankwise.cli.tables import close, print_table, say
-from rankwise.lab.report import MEASURES
 
 if TYPE_CHECKING:
     from rankwise.deploy.export.check import Runner
-    from rankwise.lab.tasks.base import Experiment
 
-CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
-"""Settings that do not change what the model is."""
 MODEL = Argument("FOLDER", "The folder of a run, or of one of its models.", required=True)
 JSON = Argument("--json", "Print JSON.")
 PROMPT = "The "
 REPEATS = 10
 """How often an exported model is timed."""
-
-
-def of_model(options: Options) -> Experiment:
-    from rankwise.lab.experiments.run_folder import find_run
-
-    refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
-    return find_run(Path(options.subject)).experiment
-
-
-@command(
-    MODEL,
-    Argument("--split SPLIT", "Evaluate on valid or test. Default: valid.", Literal["valid", "test"], "valid"),
-    JSON,
-    experiment=of_model,
-)
-def evaluate(options: Options) -> None:
-    """Measure how well a model of a run predicts a text.
-
-    The text is that of the training, as your cache holds it, or a published one. A folder may come from someone else,
-    so it chooses no file to open and no place to write: name a text of your own that the cache does not hold by
-    --corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by --corpus.cache
-    FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a
-    folder.
-
-    example: rankwise evaluate runs/demo/flop-l0 --split test
-    """
-    from rankwise.cli.progress import watching
-    from rankwise.core.budget import count
-    from rankwise.errors import DataError
-    from rankwise.lab.experiments.run_folder import find_run
-
-    saved = find_run(Path(options.subject))
-    experiment = options.experiment.for_saved(saved)
-    with watching() as watcher:
-        watcher.phase(f"reading {experiment.reads}")
-        data = experiment.read_to_evaluate(saved, dict(options.given), options.split, watcher.read)
-        watcher.phase(f"evaluating {saved.folder}")
-        task = experiment.make_task(data)
-        model = task.load(saved.path).eval()
-        quality = task.evaluate(model, options.split)
-    if quality is None:
-        raise DataError(f"There are no {options.split} data: `held_out` is 0. Give --split test.")
-    parameters = count(model)
-    if options.json:
-        answer = {"folder": str(saved.folder), "split": options.split, "parameters": parameters, **quality}
-        print(json.dumps(answer, indent=1))
-    else:
-        figures = ", ".join(f"{quality[name]:.4f} {words}" for name, words in MEASURES.items() if name in quality)
-        say(f"{saved.folder}: {parameters:,} parameters, {options.split} {figures}")
 
 
 @command(

@@ -36,6 +36,7 @@ from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_pretrained_target, save_pretrained
 from rankwise.hub import source_of
 
+KEPT_BACK = "text kept back from the calibration"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 
 
@@ -85,8 +86,8 @@ def empty_model(name: str) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(name: str, *, needed: bool) -> Any:
-    """The tokenizer that comes with a model; None where it has none and none is needed."""
+def load_tokenizer(name: str, *, needed: bool, what: str = "A calibration text") -> Any:
+    """The tokenizer that comes with a model; None where it has none and none is needed by `what`."""
     source: dict[str, Any] = source_of(name)
     try:
         folder = Path(name)
@@ -99,7 +100,7 @@ def load_tokenizer(name: str, *, needed: bool) -> Any:
         if not needed:
             return None
         raise CheckpointError(
-            f"A calibration text needs the model's tokenizer, but {name!r} has none that loads: {first_line(error)} "
+            f"{what} needs the model's tokenizer, but {name!r} has none that loads: {first_line(error)} "
             "Save the tokenizer beside the model."
         ) from None
 
@@ -165,6 +166,7 @@ class PretrainedModel(Source):
                 quality=quality,
                 speed=made.named_speed(),
                 base_model=self.name,
+                measured_on=KEPT_BACK,
                 overwrite=overwrite,
                 files_from=self.name,
             )
@@ -214,3 +216,9 @@ def _check_windows(model: Any, windows: list[Tensor]) -> None:
     largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
+
+
+def load_config(name: str) -> Any:
+    """The configuration of that folder or name."""
+    with _one_line(name):
+        return AutoConfig.from_pretrained(name, **source_of(name))

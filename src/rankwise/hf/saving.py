@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,13 +22,13 @@ from transformers.utils.hub import cached_file
 from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
-from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of, refuse_gated
+from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
 from rankwise.files import sealed, write_json
+from rankwise.hf.card import OWN_RESULTS, RESULTS, UNNAMED, BeforeAfter, Card, sections_of, write_card
 from rankwise.hf.format import entry_of, is_gated
-from rankwise.version import VERSION
 
-CONFIG, ENTRY, CARD = "config.json", "quantization_config", "README.md"
+CONFIG, ENTRY = "config.json", "quantization_config"
 REMEDY = (
     'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
     "`import rankwise.hf` before `from_pretrained`"
@@ -42,13 +41,8 @@ SENTENCE_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transfo
 """Files by which sentence-transformers knows how token vectors become one vector for a sentence."""
 SAFE = (".json", ".txt", ".safetensors")
 """Endings of files that may be copied, because they cannot hold code."""
-NOT_MEASURED = "Not measured."
 USUAL = ("config.json", "model.safetensors")
 """Files in the folder of a sentence-transformers module, where it cannot be listed."""
-
-
-BeforeAfter = tuple[float, float]
-"""A figure of the dense model, and the same figure of this one."""
 
 
 def save_pretrained(
@@ -60,6 +54,7 @@ def save_pretrained(
     quality: Mapping[str, BeforeAfter] | None = None,
     speed: Mapping[str, BeforeAfter] | None = None,
     base_model: str | None = None,
+    measured_on: str = UNNAMED,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     check_finite: bool = True,
@@ -78,8 +73,9 @@ def save_pretrained(
         size: `pruner.size()`, for the card: the requested size, and that of the dense model.
         quality: for the card, by name of the metric: the dense model's figure and this one's.
         speed: for the card, by what was timed and where: milliseconds of the dense model and of this one.
-        base_model: for the card: the name of the dense model.
-        max_shard_size: the largest file of weights.
+        base_model: for the card: the name of the dense model on the hub, or its folder.
+        measured_on: for the card: the data on which `quality` was measured.
+        max_shard_size: the largest file of weights, as for transformers; files are written one after another.
         overwrite: replace a model that was saved under this name before.
         check_finite: refuse parameters that are NaN or infinite.
         files_from: a folder or name whose files for sentence-transformers are copied, if it has them.
@@ -94,9 +90,9 @@ def save_pretrained(
         model.save_pretrained(unfinished, max_shard_size=max_shard_size, **unchecked)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        sections = _sections_of(files_from) if healing is not None and files_from is not None else {}
-        text = _card(model, target.name, size, quality, speed, base_model, sections, healing)
-        (unfinished / CARD).write_text(text, encoding="utf-8")
+        earlier = sections_of(files_from) if healing is not None and files_from is not None else {}
+        given = Card(model, target.name, size, quality or {}, speed or {}, base_model, measured_on, earlier, healing)
+        write_card(unfinished, given)
         return [] if files_from is None else _copy_sentence_files(files_from, unfinished)
 
 
@@ -124,7 +120,9 @@ def check_pretrained_target(target: Path, overwrite: bool) -> None:
     """Refuse to write over anything but an earlier model of transformers."""
 
     def not_ours(folder: Path) -> str | None:
-        known, config = _module_folders(folder), folder / CONFIG
+        known, config = {RESULTS, *_module_folders(folder)}, folder / CONFIG
+        if others := sorted({entry.name for entry in (folder / RESULTS).glob("*")} - OWN_RESULTS):
+            return f"also holds {RESULTS}/{others[0]}"
         for entry in sorted(folder.iterdir()):
             if entry.is_dir() and entry.name not in known:
                 return f"also holds the folder {entry.name}"
@@ -232,89 +230,3 @@ def _copy(source: str, name: str, target: Path) -> None:
     if found is not None:
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(found, target / name)
-
-
-def _card(
-    model: PreTrainedModel,
-    name: str,
-    size: SizeReport | None,
-    quality: Mapping[str, BeforeAfter] | None,
-    speed: Mapping[str, BeforeAfter] | None,
-    base_model: str | None,
-    earlier: Mapping[str, str],
-    healing: str | None,
-) -> str:
-    """The text of README.md; `earlier` are sections of a former card of the same layers."""
-    kind, achieved, layers = type(model).__name__, count(model), layers_of(model).values()
-    ranks = [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankEmbedding | Head)]
-    low_rank = f"{len(ranks)} of {len(layers)} linear layers and embeddings are low-rank"
-    if ranks:
-        low_rank += f", of rank {min(ranks)} to {max(ranks)}; `config.json` lists them"
-    # as its class builds it: stock transformers loads it
-    tag, first, how = "", "", "; whatever loads this kind of model loads it"
-    if entry_of(model) is not None:
-        tag, how = ", low-rank", ", which writes\nweight matrices as products of two smaller ones"
-        first = 'import rankwise.hf  # pip install ".[hf]" in a clone of rankwise\n'
-    # a JSON string is a YAML string too, and one of Python
-    base = f"\nbase_model: {json.dumps(base_model)}" if base_model else ""
-    sizes = earlier.get("Size", "The size of the dense model was not given.").split("\n\n")[0]
-    if size is not None:
-        rows = {"dense": size.dense, "requested, at most": size.budget}
-        if size.nonzeros:
-            rows |= {"this model, non-zero": size.exported, "this model, zeros included": achieved}
-        else:
-            rows["this model"] = achieved
-        cells = {row: (f"{number:,}", f"{1 - number / size.dense:.2%}") for row, number in rows.items()}
-        sizes = _table(("", "parameters", "removed"), cells)
-    timings = _figures("milliseconds per call", speed, ".2f") if speed else earlier.get("Speed", NOT_MEASURED)
-    # a model may be healed more than once
-    healed = "\n\n".join(filter(None, ("## Healing", earlier.get("Healing"), healing))) + "\n\n" if healing else ""
-    return f"""\
----
-library_name: transformers
-tags: [rankwise, pruning{tag}]{base}
----
-
-# {name}
-
-{kind} with {achieved:,} parameters{f", made of {base_model}" if base_model else ""} by rankwise {VERSION}{how}.
-
-```python
-{first}from transformers import {kind}
-
-model = {kind}.from_pretrained({json.dumps(name)})
-```
-
-## Size
-
-{sizes}
-
-{low_rank}. Tied weights are counted once.
-
-## Quality
-
-{_figures("metric", quality, "g")}
-
-{healed}## Speed
-
-{timings}
-"""
-
-
-def _sections_of(source: str) -> dict[str, str]:
-    """The sections of the card in a folder by title; none where it has no card."""
-    try:
-        text = (Path(source) / CARD).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return {}
-    return {title: body.strip() for title, body in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S)}
-
-
-def _figures(what: str, pairs: Mapping[str, BeforeAfter] | None, form: str) -> str:
-    cells = {name: [format(number, form) for number in pair] for name, pair in (pairs or {}).items()}
-    return _table((what, "dense", "this model"), cells) if cells else NOT_MEASURED
-
-
-def _table(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
