@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 PRESET = Argument("PRESET", "A name that `rankwise presets` lists.", required=True)
-TRACKERS = Argument("--trackers NAMES", "Trackers, with commas: tensorboard, wandb.", tuple[str, ...], ())
+TRACKERS = Argument("--trackers NAMES", "Trackers, with commas: tensorboard, wandb, trackio.", tuple[str, ...], ())
 JSON = Argument("--json", "Print the record as JSON.")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
-from rankwise.core.plan import Plan
+from rankwise.core.plan import Plan, Site, get_module
 from rankwise.core.targets import Target, find_target
 from rankwise.deploy.inputs import (
     BYTES_PER_CHARACTER,
@@ -30,8 +30,10 @@ from rankwise.deploy.inputs import (
     positions_of,
     read_windows,
 )
-from rankwise.deploy.save import check_target, save
+from rankwise.deploy.save import COMPRESSION, check_target, save
+from rankwise.deploy.structure import layer_of
 from rankwise.errors import DataError, RankwiseError, first_line
+from rankwise.files import write_json
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
@@ -39,12 +41,15 @@ from rankwise.methods.width import Width
 from rankwise.narrow import oneshot_method
 from rankwise.oneshot import compress, default_plan
 from rankwise.sizes import plan_for_method, size_account
+from rankwise.surroundings import surroundings
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
 REPEATS = 5
 TOLERATED = 1.1
 """The small model is called slower above this multiple of the dense one's time: the two did not take turns."""
+COMPRESSED = "rankwise-compressed"
+"""The format of what a compressed folder keeps of its own making."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 
@@ -104,6 +109,9 @@ class Data:
 
 class Source(ABC):
     """A model to compress: how it is loaded, how it reads a text, and how the small one is saved."""
+
+    name = ""
+    """What a user calls it; empty where nobody has said it."""
 
     @abstractmethod
     def load(self) -> nn.Module:
@@ -179,6 +187,7 @@ def compress_folder(
             best, notes = second, source.save(model, second, folder, True)
         kept = "They are" if best is second else "The first ones are"
         listener.say(f"Even ranks: {second.quality}. {kept} kept.")
+    write_json(folder / COMPRESSION, work.record(source.name, best))
     for note in notes:
         listener.say(note)
     return best
@@ -219,11 +228,14 @@ class _Work:
             self.length = data.window
             if data.kept_back:
                 self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
+        self.kept: dict[str, dict[str, Any]] = {}
+        """What each attempt kept of every matrix."""
         self.dense_times = milliseconds(model, self.length)
 
     def attempt(self, model: nn.Module, ranks: Literal["global", "even"]) -> Compressed:
         """Compress `model` in place, and measure it."""
         compress(model, self.budget, ranks=ranks, in_place=True, **self.settings)
+        self.kept[ranks] = kept_by_shape(self.settings["plan"].sites, model)
         times = milliseconds(model, self.length) if self.dense_times else {}
         return Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
@@ -232,6 +244,33 @@ class _Work:
             speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
             device=str(next(model.parameters()).device),
         )
+
+    def record(self, name: str, made: Compressed) -> dict[str, Any]:
+        """What a report reads of a compressed folder."""
+        device = torch.device(made.device)
+        about = {"format": COMPRESSED, "version": 1, "name": name, "method": self.settings["method"]}
+        about |= {"layout": self.settings["layout"], "allocation": made.ranks}
+        sizes = {**asdict(made), "removed": made.removed, "removed_of_prunable": made.removed_of_prunable}
+        return {**about, **sizes, **self.kept[made.ranks], **surroundings(device)}
+
+
+def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
+    """What a compact model kept of each matrix, read from its layers; biases are not counted.
+
+    `matrices` are parameters before and after. `ranks` are outputs, inputs, components kept and components in all: of
+    rank, or the neurons of a layer that was made narrower.
+    """
+    matrices: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
+    for site in sites:
+        module = get_module(small, site.uses[0])
+        matrices[site.name] = [site.params, sum(p.numel() for p in module.parameters() if p.dim() > 1)]
+        layer, full = layer_of(module), site.pair_rank or min(site.shape)
+        kept = getattr(layer, "rank", getattr(layer, "kept", full))
+        now = getattr(layer, "outputs", site.shape[0]), getattr(layer, "inputs", site.shape[1])
+        narrowed = [pair for pair in zip(now, site.shape, strict=True) if pair[0] != pair[1]]
+        ranks[site.name] = [*site.shape, *(narrowed[0] if narrowed else (min(kept, full), full))]
+    return {"matrices": matrices, "ranks": ranks}
 
 
 def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:

@@ -31,6 +31,8 @@ MODELS = "rankwise-models"
 """The format of a record of models that were pruned one by one."""
 FORMATS = ("rankwise-experiment", "rankwise-sweep", MODELS)
 """The formats of records that have a table."""
+TABLE = "rankwise-table"
+"""The format of a record that is filled cell by cell: `runs`, each the record of an experiment from one base."""
 REMEDY = "Give a folder that `rankwise run`, `sweep` or `prune` wrote to; where it was stopped, run it again."
 
 

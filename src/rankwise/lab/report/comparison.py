@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rankwise.lab.report import MEASURES, Table, spread
-from results_page.paper import FACTORIZATION, PaperTable
-from results_page.records import Cell, bases, cells
+from rankwise.lab.report.paper import FACTORIZATION, PaperTable
+from rankwise.lab.report.tables import MEASURES, Table, spread
 
 VARIANTS = (
     ("fac, from scratch", "fac", "fac-{}-scratch"),
@@ -28,6 +28,36 @@ DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
 
 Source = tuple[Mapping[str, Any] | None, str]
 """A record, and the name of a base in it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured model, and the dense model of the same seed that trained as long."""
+
+    row: Mapping[str, Any]
+    seed: int
+    control: Mapping[str, Any] | None
+
+    def lost(self, measure: str) -> float | None:
+        """How much larger its figure on the test text is than the control's."""
+        if self.control is None or self.row is self.control:
+            return None
+        found: float = self.row["test"][measure] / self.control["test"][measure] - 1
+        return found
+
+
+def cells(record: Mapping[str, Any] | None, base: str, name: str) -> list[Cell]:
+    """The models of that name, one per seed, among those from the bases called `base`."""
+    runs = [run for run in (record or {}).get("runs", []) if run["name"] == base]
+    controls = {run["seed"]: row for run in reversed(runs) for row in run["rows"] if row["name"] == "dense"}
+    return [
+        Cell(row, run["seed"], controls.get(run["seed"])) for run in runs for row in run["rows"] if row["name"] == name
+    ]
+
+
+def bases(record: Mapping[str, Any] | None, base: str) -> list[Mapping[str, Any]]:
+    """The dense bases that were trained under that name, in order."""
+    return [run["base"] for run in (record or {}).get("runs", []) if run["name"] == base]
 
 
 def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> Table:
