@@ -20,6 +20,9 @@ SIZES = ("expected_size", "target_size")
 LOSSES = ("loss", "valid_loss")
 SPEEDS = ("tokens_per_second", "examples_per_second")
 
+WINDOWS, MOST_MEDIAN = 40, 101
+"""A median is over a fortieth of a curve, but never over more points."""
+
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps and values."""
 
@@ -49,10 +52,22 @@ def read_metrics(path: Path, limit: int) -> Metrics:
         pairs = [(line["step"], line[name]) for line in lines if name in line and _is_number(line[name])]
         if pairs:
             steps, values = zip(*pairs, strict=True)
-            curves[name] = thinned(np.asarray(steps, np.int64), np.asarray(values, np.float64), limit)
+            numbers = np.asarray(values, np.float64)
+            numbers = running_median(numbers) if name in SPEEDS else numbers
+            curves[name] = thinned(np.asarray(steps, np.int64), numbers, limit)
     steps_of_gates, gates = _histograms(line for line in lines if GATES in line)
     seconds = next((line["seconds"] for line in reversed(lines) if _is_number(line.get("seconds"))), 0.0)
     return Metrics(curves, steps_of_gates, gates or None, broken, float(seconds))
+
+
+def running_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The median of each value's surroundings, a fortieth of the whole; what is shorter stays as it is."""
+    width = min(len(values) // WINDOWS, MOST_MEDIAN) | 1
+    if width < 3:
+        return values
+    padded = np.pad(values, width // 2, mode="edge")
+    found: NDArray[np.float64] = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
+    return found
 
 
 def thinned(steps: NDArray[np.int64], values: NDArray[np.float64], limit: int) -> Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from rankwise.lab.report.tables import MEASURES
 IS_SHOWN = f"indexof({SHOWN}, datum.series) >= 0"
 GAP = 0.055
 """The least distance of two labels, as a part of the height."""
+LABELS = 16
+"""Most series that are labelled in a chart."""
 BARS = 24
 """Most models that are shown part by part."""
 MAPS = 60
@@ -51,22 +54,22 @@ def chart_of(chart: Any, shown: Sequence[str], *, width: int | None = None, abou
 def quality(runs: Sequence[Run], models: Sequence[Model], data: Data) -> Iterator[Figure]:
     """Quality against size, one figure for all runs that can be compared."""
     shown = shown_of(models)
-    for number, (measure, group) in enumerate(comparable(runs)):
+    groups = list(comparable(runs))
+    for number, (measure, group) in enumerate(groups):
         points = points_of([model for model in models if model.run in group])
         if len({point.parameters for point in points}) < 2:
             continue
-        name = "quality" if number == 0 else f"quality-{number + 1}"
+        name = f"quality-{number + 1}" if number else "quality"
         paper = next((found for run in group if (found := paper_of(run.experiment)) is not None), None)
         data[name] = _quality_data(points, paper)
-        of = list(dict.fromkeys(run.title for run in group))
         better = "higher" if measure in HIGHER else "lower"
         unit = MEASURES.get(measure, measure)
         seeds = max(len(point.models) for point in points)
         about = f"Each mark is a model; {better} is better."
         about += f" Marks are means over {seeds} seeds, bars reach from the worst to the best." if seeds > 1 else ""
         about += " Hollow diamonds are the paper's figures, as printed." if paper is not None else ""
-        title = "Quality against size" + (f": {', '.join(of)}" if number or len(of) > 1 else "")
-        drawn = _quality_chart(name, f"test {unit} ({better} is better)", points)
+        title = _titled("Quality against size", [point.title for point in points] if len(groups) > 1 else [])
+        drawn = _quality_chart(name, f"test {unit} ({better} is better)", points, data[name], paper)
         words = f"{unit} of {len(points)} models against their number of parameters"
         yield Figure(name, title, about, [chart_of(drawn, shown, about=words)])
 
@@ -100,24 +103,40 @@ def _add_labels(rows: list[dict[str, Any]]) -> None:
     smallest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["parameters"]):
         smallest.setdefault((row["run"], row["series"]), row)
-    titles = {row["run"] for row in rows}
     labelled = sorted(smallest.values(), key=lambda row: float(row["value"]))
-    values = [float(row["high"]) for row in rows] + [float(row["low"]) for row in rows]
+    if len(labelled) > LABELS:
+        return
+    values = [float(row[key]) for row in rows for key in ("low", "high")]
     least = GAP * (max(values) - min(values))
-    # a series is named once, however many runs have it
+    names = [row["series"] for row in labelled]
     for place, row in enumerate(labelled):
-        row["label"] = row["series"] if len(titles) == 1 else f"{row['series']}, {row['run']}"
+        # one series in several runs is told apart by them
+        row["label"] = row["series"] if names.count(row["series"]) == 1 else f"{row['series']}, {_end(row['run'])}"
         if place:
             row["label_at"] = max(float(row["value"]), labelled[place - 1]["label_at"] + least)
 
 
-def _quality_chart(name: str, title: str, points: Sequence[Point]) -> Any:
-    methods = [point.method for point in points]
-    sizes = [point.parameters for point in points]
-    room = 0.16 * (max(sizes) - min(sizes))
-    scale = alt.Scale(domain=[max(0.0, min(sizes) - room), max(sizes) + room / 3], nice=False, zero=False)
-    x = alt.X("parameters:Q", title="parameters", axis=alt.Axis(format=".3~s"), scale=scale)
-    y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True))
+def _end(title: str) -> str:
+    return title if len(title) <= 14 else f"…{title[-13:]}"
+
+
+def _range(values: Sequence[float], below: float, above: float) -> alt.Scale:
+    """A scale with room around the values; differences that mean nothing are not blown up."""
+    low, high = min(values), max(values)
+    width = max(high - low, 0.02 * abs(high)) or 1.0
+    middle = (low + high) / 2
+    # neither a size nor a measure of ours is ever negative
+    bounds = [max(middle - width * (0.5 + below), 0.0 if low >= 0 else -math.inf), middle + width * (0.5 + above)]
+    return alt.Scale(domain=bounds, nice=False, zero=False)
+
+
+def _quality_chart(name: str, title: str, points: Sequence[Point], columns: Columns, paper: PaperTable | None) -> Any:
+    methods = [*(point.method for point in points), *(["dense"] if paper is not None else []), *columns["method"]]
+    values = [*columns["low"], *columns["high"], *columns["label_at"]]
+    # to the left there is room for labels
+    x = alt.X("parameters:Q", title="parameters", axis=alt.Axis(format=".3~s", tickCount=6),
+              scale=_range(columns["parameters"], 0.16, 0.05))  # fmt: skip
+    y = alt.Y("value:Q", title=title, scale=_range(values, 0.06, 0.06))
     colour = alt.Color("method:N", scale=alt.Scale(**colour_scale(methods)), legend=None)
     told = [
         tip("model:N"), tip("run:N"), tip("parameters:Q", form=",.0f"), tip("removed:N"),
@@ -138,60 +157,89 @@ def _quality_chart(name: str, title: str, points: Sequence[Point]) -> Any:
     labels = ours.transform_filter("datum.label != ''").mark_text(align="right", dx=-9, fontWeight=600).encode(
         x, alt.Y("label_at:Q", title=title), colour, text="label:N"
     )  # fmt: skip
-    return alt.layer(lines, bars, printed, marks, labels).properties(height=320)
+    level = ours.transform_filter("datum.model == 'dense'").mark_rule(strokeDash=[2, 4], opacity=0.6).encode(y, colour)
+    layers = [level, lines, bars, *([printed] if paper is not None else []), marks, labels]
+    return alt.layer(*layers).properties(height=320)
 
 
 def parts(models: Sequence[Model], data: Data) -> Iterator[Figure]:
-    """Where the parameters are: every model part by part, the dense one of each run first."""
-    rows: list[dict[str, Any]] = []
-    chosen = _first_seeds(model for model in models if model.row.get("matrices"))
-    labels = _short(chosen[:BARS])
-    begun: set[tuple[str, int]] = set()
-    for model in chosen[:BARS]:
+    """Where the parameters are: every model part by part, the dense one first; a figure for each network."""
+    groups = by_network(_first_seeds(models), "matrices")
+    for number, group in enumerate(groups):
+        name, title = _numbered("parts", "Where the parameters are", number, group, several=len(groups) > 1)
+        rows = list(_part_rows(group[:BARS]))
+        data[name] = {key: [row[key] for row in rows] for key in rows[0]}
+        order = sorted(dict.fromkeys(row["part"] for row in rows), key=_rank_of_part)
+        clusters = any(part.startswith("words, cluster") for part in order)
+        about = "Parameters that are left in each part of the network" + (
+            ", and in each cluster of words, the most frequent first." if clusters else "."
+        )
+        left = len(group) - BARS
+        chart = chart_of(_part_chart(name, rows, order), shown_of(models), about=about)
+        yield Figure(name, title, about, [chart], notes=[f"{left} further models are not shown."] if left > 0 else [])
+
+
+def by_network(models: Iterable[Model], key: str) -> list[list[Model]]:
+    """Models whose rows have this key, those with the same matrices together."""
+    groups: dict[tuple[str, ...], list[Model]] = {}
+    for model in models:
+        if model.row.get(key):
+            groups.setdefault(tuple(sorted(model.row[key])), []).append(model)
+    return list(groups.values())
+
+
+def _numbered(name: str, title: str, number: int, models: Sequence[Model], *, several: bool) -> tuple[str, str]:
+    """Name and title of one of several figures of a kind."""
+    titles = [model.run.title for model in models] if several else []
+    return (f"{name}-{number + 1}" if number else name), _titled(title, titles)
+
+
+def _titled(title: str, of: Iterable[str]) -> str:
+    """A title with the runs that it is of, the first of them where there are many."""
+    names = list(dict.fromkeys(of))
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return f"{title}: {', '.join(names[:2] if more else names)}{more}" if names else title
+
+
+def _part_rows(models: Sequence[Model]) -> Iterator[dict[str, Any]]:
+    labels = _short(models)
+    begun: set[int] = set()
+    for model in models:
         dense = model.run.dense
         total = (dense or {}).get("parameters") or sum(pair[0] for pair in model.row["matrices"].values())
         found = by_part(model.row["matrices"], (total, model.row["parameters"]))
         which = [(1, labels[model.key])]
-        if (model.run.title, total) not in begun:
-            begun.add((model.run.title, total))
-            which.insert(0, (0, f"dense ({model.run.title})" if len({m.run.title for m in chosen}) > 1 else "dense"))
+        if total not in begun:
+            begun.add(total)
+            which.insert(0, (0, "dense" if len(begun) == 1 else f"dense ({model.run.title})"))
         for place, label in which:
             for part, pair in found.items():
                 share = pair[1] / pair[0] if place and pair[0] else 1.0
-                rows.append({
+                yield {
                     "model": label, "part": part, "parameters": pair[place], "kept": f"{share:.1%}",
                     "series": model.series if place else "dense", "dense": pair[0],
-                })  # fmt: skip
-    if not rows:
-        return
-    data["parts"] = {key: [row[key] for row in rows] for key in rows[0]}
-    order = list(dict.fromkeys(row["part"] for row in rows))
-    order.sort(key=_rank_of_part)
+                }  # fmt: skip
+
+
+def _part_chart(name: str, rows: Sequence[Mapping[str, Any]], order: Sequence[str]) -> Any:
     colours = alt.Scale(domain=order, range=[_part_colour(part, order) for part in order])
     bars = list(dict.fromkeys(row["model"] for row in rows))
-    chart = (
-        alt.Chart(alt.NamedData("parts"))
+    return (
+        alt.Chart(alt.NamedData(name))
         .transform_filter(f"{IS_SHOWN} || datum.series == 'dense'")
-        .transform_calculate(order=f"indexof({order!r}, datum.part)")
+        .transform_calculate(order=f"indexof({list(order)!r}, datum.part)")
         .mark_bar(height={"band": 0.72})
         .encode(
             alt.Y("model:N", sort=bars, title=None, axis=alt.Axis(labelLimit=190, labelColor="var(--text)")),
-            alt.X("parameters:Q", title="parameters", axis=alt.Axis(format=".3~s", grid=True)),
+            alt.X("parameters:Q", title="parameters", axis=alt.Axis(format=".3~s", grid=True, tickCount=6)),
             alt.Color("part:N", scale=colours, legend=alt.Legend(title=None, columns=4)),
             alt.Order("order:Q"),
             tooltip=[
                 tip("model:N"), tip("part:N"), tip("parameters:Q", form=","), tip("dense:Q", form=","), tip("kept:N"),
             ],
         )
-        .properties(height={"step": 24})
+        .properties(height=24 * len(bars))
     )  # fmt: skip
-    clusters = any(part.startswith("words, cluster") for part in order)
-    about = "Parameters that are left in each part of the network" + (
-        ", and in each cluster of words, the most frequent first." if clusters else "."
-    )
-    note = [f"{len(chosen) - BARS} further models are not shown."] if len(chosen) > BARS else []
-    yield Figure("parts", "Where the parameters are", about, [chart_of(chart, shown_of(models), about=about)],
-                 notes=note)  # fmt: skip
 
 
 def _short(models: Sequence[Model]) -> dict[str, str]:
@@ -220,24 +268,24 @@ def _part_colour(part: str, order: Sequence[str]) -> str:
 
 
 def network(models: Sequence[Model], data: Data) -> Iterator[Figure]:
-    """The rank that every matrix keeps, as a map of the network: layers to the right, matrices of a layer below."""
-    chosen = [model for model in _first_seeds(models) if model.row.get("ranks")][:MAPS]
-    if not chosen:
-        return
-    labels = _short(chosen)
-    rows = [row for model in chosen for row in _map_rows(labels[model.key], model.row)]
-    data["network"] = {key: [row[key] for row in rows] for key in rows[0]}
-    options = [labels[model.key] for model in chosen]
-    charts = []
-    for part in sorted({row["part"] for row in rows}, key=lambda part: _rank_of_part(part)[0]):
-        of = [row for row in rows if row["part"] == part]
-        charts.append(_map_chart(part, of, options[0]))
-    about = (
-        "Components that are kept, of each matrix; darker is more of them. Hover or tap for shape, rank and share. "
-        "0 means that the matrix is gone."
-    )
-    choice = Control("model", "Model", options, value=options[0])
-    yield Figure("network", "Rank kept in each layer", about, charts, [choice])
+    """The rank that every matrix keeps, as a map: layers to the right, matrices of a layer below each other."""
+    groups = by_network(_first_seeds(models), "ranks")
+    for number, group in enumerate(groups):
+        name, title = _numbered("network", "Rank kept in each layer", number, group, several=len(groups) > 1)
+        labels = _short(group[:MAPS])
+        rows = [row for model in group[:MAPS] for row in _map_rows(labels[model.key], model.row)]
+        data[name] = {key: [row[key] for row in rows] for key in rows[0]}
+        options = list(labels.values())
+        names = sorted({row["part"] for row in rows}, key=lambda part: _rank_of_part(part)[0])
+        # rows of all parts begin at the same place
+        extent = min(170, 7 * max(len(row["kind"]) for row in rows))
+        of = {part: [row for row in rows if row["part"] == part] for part in names}
+        charts = [_map_chart(name, part, found, options[0], extent) for part, found in of.items()]
+        about = (
+            "Components that are kept, of each matrix; darker is more of them. Hover or tap for shape, rank and share. "
+            "0 means that the matrix is gone."
+        )
+        yield Figure(name, title, about, charts, [Control("model", "Model", options, value=options[0])])
 
 
 def _map_rows(label: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -252,17 +300,17 @@ def _map_rows(label: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _map_chart(part: str, rows: Sequence[Mapping[str, Any]], first: str) -> Chart:
+def _map_chart(name: str, part: str, rows: Sequence[Mapping[str, Any]], first: str, extent: int) -> Chart:
     layers = sorted({row["layer"] for row in rows}, key=lambda layer: int(layer or 0))
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     axis = None if layers == [""] else alt.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=True)
     title = "word cluster, the most frequent first" if part == CLUSTERS else "layer"
     base = (
-        alt.Chart(alt.NamedData("network"))
+        alt.Chart(alt.NamedData(name))
         .transform_filter(f"datum.part == {part!r} && datum.model == model")
         .encode(
             alt.X("layer:O", sort=layers, title=None if layers == [""] else title, axis=axis),
-            alt.Y("kind:N", sort=kinds, title=None, axis=alt.Axis(labelColor="var(--text)", labelLimit=170)),
+            alt.Y("kind:N", sort=kinds, title=None, axis=alt.Axis(labelColor="var(--text)", labelLimit=170, minExtent=extent)),
             tooltip=[
                 tip("name:N", "matrix"), tip("shape:N"), tip("rank:Q", "kept"), tip("of:Q"), tip("share:Q", form=".1%"),
                 tip("parameters:N"),
@@ -276,7 +324,9 @@ def _map_chart(part: str, rows: Sequence[Mapping[str, Any]], first: str) -> Char
         on = alt.value("var(--on-accent)")
         colour: Any = alt.condition("datum.share > 0.55", on, alt.value("var(--text)"))
         chart = cells + base.mark_text(fontSize=11).encode(text=alt.Text("rank:Q", format=","), color=colour)
-    chart = chart.properties(height={"step": CELL - 4}, title=part).add_params(alt.param(name="model", value=first))
-    width = None if len(layers) > 14 else 190 + max(2, len(layers)) * (2 * CELL)
+    chart = chart.properties(height=(CELL - 4) * len(kinds), title=part).add_params(
+        alt.param(name="model", value=first)
+    )
+    width = None if len(layers) > 12 else extent + 30 + max(2, len(layers)) * (2 * CELL)
     words = f"rank kept by {len(kinds)} matrices in {len(layers)} layers: {part}"
     return chart_of(chart, [], width=width, about=words)

@@ -9,9 +9,6 @@ from typing import Any
 
 from rankwise.lab.report.found import Run, series_of
 
-DENSE = ("dense", "base", "control")
-"""Rows that nothing was removed from."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -42,9 +39,9 @@ class Model:
 
     @property
     def dense_value(self) -> float | None:
-        """That of the dense model of the same run."""
+        """That of the dense control of the same run; a base trained for fewer steps, so nothing is counted against it."""
         dense = self.run.dense
-        return None if dense is None or dense is self.row else Model(self.run, dense).value
+        return None if dense is None or dense is self.row or dense["name"] == "base" else Model(self.run, dense).value
 
     @property
     def lost(self) -> float | None:
@@ -60,8 +57,7 @@ class Model:
         budget = self.run.experiment.get("budget") or {}
         level = self.level
         if level is not None:
-            of = "of the prunable parameters" if budget.get("of") == "prunable" else "of the parameters"
-            return f"{level:g}% {of} removed"
+            return f"{level:g}% of the {'prunable ' if budget.get('of') == 'prunable' else ''}parameters removed"
         for key, words in (("params", "{:,} parameters"), ("megabytes", "{:g} MB"), ("latency_ms", "{:g} ms")):
             if isinstance(budget.get(key), int | float):
                 return words.format(budget[key])
@@ -132,10 +128,12 @@ def points_of(models: Sequence[Model]) -> list[Point]:
 
 
 def comparable(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    """(measure, runs) of runs whose quality is measured by the same measure on the same data."""
-    groups: dict[tuple[str, str], list[Run]] = {}
+    """(measure, runs) of runs of one kind of model whose quality is measured alike on the same data."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         if run.measure is not None:
-            groups.setdefault((run.corpus, run.measure), []).append(run)
-    for (_, measure), group in groups.items():
+            model = run.experiment.get("model") or {}
+            kind = str(model.get("architecture") or model.get("name") or "")
+            groups.setdefault((run.corpus, run.measure, kind), []).append(run)
+    for (_, measure, _), group in groups.items():
         yield measure, group

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import altair as alt
+import numpy as np
 
 from rankwise.lab.report.charts import Columns, Control, Figure, colour_scale
-from rankwise.lab.report.curves import SIZES, SPEEDS
+from rankwise.lab.report.curves import LOSSES, SIZES, SPEEDS
 from rankwise.lab.report.figures import IS_SHOWN, Data, chart_of, shown_of, tip
 from rankwise.lab.report.found import Run, Training
 
 NUMBERS = 150_000
 """About so many numbers all histograms of gates have together."""
 HEIGHT = 240
+UNIT = alt.Scale(domain=[0, 1])
+VISIBLE = 0.985
+"""The part of all losses that an axis reaches up to."""
+
+ABOUT_GATES = (
+    "How many components are closed (left) and open (right). Move the slider, or use the arrow keys, to go through "
+    "training; below, every moment side by side, darker where there are more components."
+)
 
 Trained = Sequence[tuple[Run, Training]]
 
@@ -35,45 +45,46 @@ def label_of(run: Run, training: Training, runs: Sequence[Run]) -> str:
 
 
 def gates(found: Trained, runs: Sequence[Run], data: Data) -> Iterator[Figure]:
-    """How gates open and close: histograms to scrub through, and all of them at once."""
-    with_gates = [(run, training) for run, training in found if training.metrics.gates]
-    if not with_gates:
-        return
-    columns: Columns = {key: [] for key in ("model", "matrix", "point", "step", "end", "low", "high", "share", "count")}
-    labels, matrices, left, most = [], [], NUMBERS, 1
-    for run, training in with_gates:
-        histograms = training.metrics.gates or {}
-        names = list(histograms)
+    """How gates open and close: histograms to scrub through, and all of them at once; a figure for each network."""
+    groups: dict[tuple[str, ...], list[tuple[Run, Training]]] = {}
+    for run, training in found:
+        if training.metrics.gates:
+            groups.setdefault(tuple(training.metrics.gates), []).append((run, training))
+    for number, (names, group) in enumerate(groups.items()):
+        name = "gates" if number == 0 else f"gates-{number + 1}"
         # the first and the last, which the paper shows, come first
-        for place, name in enumerate(dict.fromkeys((names[0], names[-1], *names))):
-            cost = sum(map(len, histograms[name]))
-            if place > 1 and left < cost:
-                break
-            left -= cost
-            matrices.append(name)
-            _add_histograms(columns, label_of(run, training, runs), name, training, histograms[name])
-        labels.append(label_of(run, training, runs))
-        most = max(most, len(training.metrics.gate_steps))
-        if left < 0:
-            break
-    data["gates"] = columns
-    names = list(dict.fromkeys(matrices))
-    slots = names[:2] if len(names) > 1 else names
-    signals = [alt.param(name="model", value=labels[0]), alt.param(name="point", value=most - 1)]
-    charts = []
-    for draw in (_gate_bars, _gate_history):
-        for slot, name in enumerate(slots):
-            own = [*signals, alt.param(name=f"matrix{slot}", value=name)]
-            words = f"how far the gates of {name} are open"
-            charts.append(chart_of(draw(slot).add_params(*own), [], about=words))
-    controls = [Control("point", "Step of training", last=most - 1, value=most - 1)]
-    controls += [Control("model", "Model", labels, value=labels[0])]
-    controls += [Control(f"matrix{slot}", "Matrix", names, value=name) for slot, name in enumerate(slots)]
-    about = (
-        "How many components are closed (left) and open (right). Move the slider, or use the arrow keys, to go through "
-        "training; below, every moment side by side, darker where there are more components."
-    )
-    yield Figure("gates", "Gates over training", about, charts, controls, columns=len(slots))
+        matrices = list(dict.fromkeys((names[0], names[-1], *names)))
+        data[name], labels, matrices = _gate_data(group, runs, matrices, NUMBERS // len(groups))
+        most = max(data[name]["point"])
+        slots = matrices[:2]
+        signals = [alt.param(name="model", value=labels[0]), alt.param(name="point", value=most)]
+        signals += [alt.param(name=f"matrix{slot}", value=matrix) for slot, matrix in enumerate(slots)]
+        charts = [
+            chart_of(draw(name, slot).add_params(*signals), [], about=f"how far the gates of {matrix} are open")
+            for draw in (_gate_bars, _gate_history)
+            for slot, matrix in enumerate(slots)
+        ]
+        controls = [Control("point", "Step of training", last=most, value=most)]
+        controls += [Control("model", "Model", labels, value=labels[0])]
+        controls += [Control(f"matrix{slot}", "Matrix", matrices, value=matrix) for slot, matrix in enumerate(slots)]
+        title = "Gates over training" + (f": {group[0][0].title}" if len(groups) > 1 else "")
+        yield Figure(name, title, ABOUT_GATES, charts, controls, columns=len(slots))
+
+
+def _gate_data(
+    group: Trained, runs: Sequence[Run], matrices: Sequence[str], room: int
+) -> tuple[Columns, list[str], list[str]]:
+    """Columns, labels and matrices: as many trainings as there is room for, then as many of their matrices."""
+    costs = [sum(map(len, (training.metrics.gates or {})[matrices[0]])) for _, training in group]
+    kept = [pair for pair, before in zip(group, accumulate([0, *costs]), strict=False) if before * 2 <= room]
+    per_matrix = sum(costs[: len(kept)])
+    matrices = matrices[: max(2, room // max(per_matrix, 1))]
+    columns: Columns = {key: [] for key in ("model", "matrix", "point", "step", "end", "low", "high", "share", "count")}
+    labels = [label_of(run, training, runs) for run, training in kept]
+    for label, (_, training) in zip(labels, kept, strict=True):
+        for matrix in matrices:
+            _add_histograms(columns, label, matrix, training, (training.metrics.gates or {})[matrix])
+    return columns, labels, list(matrices)
 
 
 def _add_histograms(
@@ -91,39 +102,39 @@ def _add_histograms(
                     columns[key].append(value)
 
 
-def _of_slot(slot: int) -> Any:
+def _of_slot(name: str, slot: int) -> Any:
     own = f"datum.model == model && datum.matrix == matrix{slot}"
-    return alt.Chart(alt.NamedData("gates")).transform_filter(own)
+    return alt.Chart(alt.NamedData(name)).transform_filter(own)
 
 
-def _gate_bars(slot: int) -> Any:
+def _gate_bars(name: str, slot: int) -> Any:
     """The histogram of one moment."""
     # a shorter training stands still at its end
-    now = _of_slot(slot).transform_joinaggregate(final="max(point)")
+    now = _of_slot(name, slot).transform_joinaggregate(final="max(point)")
     now = now.transform_filter("datum.point == min(point, datum.final)")
-    bars = now.mark_bar(color="var(--accent)").encode(
-        alt.X("low:Q", title="how far open", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".1f", tickCount=5)),
+    bars = now.transform_calculate(zero="0").mark_rect(fill="var(--accent)", stroke="var(--paper)").encode(
+        alt.X("low:Q", title="how far open", scale=UNIT, axis=alt.Axis(format=".1f", tickCount=5)),
         alt.X2("high:Q"),
-        alt.Y("share:Q", title="components", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%", tickCount=4)),
-        tooltip=[tip("step:Q", form=","), tip("low:Q", "from"),
-                 tip("high:Q", "to"), tip("count:Q", "components")],
+        alt.Y("share:Q", title=None, scale=UNIT, axis=alt.Axis(format="%", tickCount=4, minExtent=34)),
+        alt.Y2("zero:Q"),
+        tooltip=[tip("step:Q", form=","), tip("low:Q", "from"), tip("high:Q", "to"), tip("count:Q", "components")],
     )  # fmt: skip
     text = (
         now.transform_aggregate(step="max(step)", matrix="max(matrix)")
         .transform_calculate(words="datum.matrix + ', step ' + format(datum.step, ',')")
-        .mark_text(align="left", baseline="bottom", fontWeight=600, color="var(--text)", x=0, y=-16)
+        .mark_text(align="left", baseline="bottom", fontWeight=600, color="var(--text)", x=0, y=-8)
         .encode(text="words:N")
     )
     return (bars + text).properties(height=150)
 
 
-def _gate_history(slot: int) -> Any:
+def _gate_history(name: str, slot: int) -> Any:
     """The histograms of all moments, and where the slider stands."""
-    base = _of_slot(slot)
+    base = _of_slot(name, slot)
     cells = base.transform_calculate(shade="sqrt(datum.share)").mark_rect(fill="var(--accent)").encode(
         alt.X("step:Q", title="step", axis=alt.Axis(format="~s", tickCount=5), scale=alt.Scale(nice=False)),
         alt.X2("end:Q"),
-        alt.Y("low:Q", title="how far open", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".1f", tickCount=3)),
+        alt.Y("low:Q", title="how far open", scale=UNIT, axis=alt.Axis(format=".1f", tickCount=3, minExtent=34)),
         alt.Y2("high:Q"),
         alt.Opacity("shade:Q", scale=alt.Scale(domain=[0, 1], range=[0.05, 1]), legend=None),
         tooltip=[tip("step:Q", form=","), tip("count:Q", "components")],
@@ -152,37 +163,48 @@ def _curves(found: Trained, runs: Sequence[Run], metrics: Sequence[str]) -> Colu
     return columns
 
 
-def _line_chart(name: str, title: str, methods: Sequence[str], *, form: str, zero: bool, dashed: str) -> Any:
-    colour = alt.Color("method:N", scale=alt.Scale(**colour_scale(methods)), legend=None)
-    scale = alt.Scale(domain=["dashed", "solid"], range=[[4, 3], [1, 0]])
+def _line_chart(name: str, title: str, methods: Sequence[str], *, form: str, domain: list[float], second: str) -> Any:
+    """Curves over steps. `second` is the metric that accompanies the other one, dashed or faint."""
     base = alt.Chart(alt.NamedData(name)).transform_filter(IS_SHOWN)
-    base = base.transform_calculate(line=f"datum.metric == '{dashed}' ? 'dashed' : 'solid'")
-    return base.mark_line(strokeWidth=1.4, strokeJoin="round").encode(
+    is_second = f"datum.metric == '{second}'"
+    faint = second == LOSSES[0]
+    return base.mark_line(strokeJoin="round", clip=True).encode(
         alt.X("step:Q", title="step", axis=alt.Axis(format="~s", tickCount=6), scale=alt.Scale(nice=False)),
-        alt.Y("value:Q", title=title, scale=alt.Scale(zero=zero), axis=alt.Axis(format=form, tickCount=5)),
-        colour,
-        alt.StrokeDash("line:N", legend=None, scale=scale),
+        alt.Y("value:Q", title=title, scale=alt.Scale(domain=domain), axis=alt.Axis(format=form, tickCount=5)),
+        alt.Color("method:N", scale=alt.Scale(**colour_scale(methods)), legend=None),
+        strokeDash=alt.condition(is_second, alt.value([1, 0] if faint else [4, 3]), alt.value([1, 0])),
+        strokeWidth=alt.condition(is_second, alt.value(1), alt.value(1.6)),
+        strokeOpacity=alt.condition(is_second, alt.value(0.4 if faint else 0.8), alt.value(0.9)),
         detail=["training:N", "metric:N"],
-        tooltip=[tip("training:N"), tip("metric:N"), tip("step:Q", form=","),
-                 tip("value:Q", form=",.4~g")],
+        tooltip=[tip("training:N"), tip("metric:N"), tip("step:Q", form=","), tip("value:Q", form=",.4~g")],
     ).properties(height=HEIGHT)  # fmt: skip
+
+
+def _domain(values: Sequence[float], *, zero: bool) -> list[float]:
+    """The range of an axis. The first steps of a training may be far above all others, and need not be seen."""
+    high = max(values) if zero else float(np.quantile(values, VISIBLE))
+    low = 0.0 if zero else min(values)
+    room = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
+    return [low if zero else low - room, high + room]
 
 
 def over_steps(found: Trained, runs: Sequence[Run], data: Data) -> Iterator[Figure]:
     """Sizes, losses and speed over the steps of training."""
     kinds = (
-        ("sizes", "Size over training", "parameters", SIZES, ".3~s", True, "target_size",
+        ("sizes", "Size over training", "parameters", SIZES, ".3~s", True, SIZES[1],
          "Expected size under the gates, and dashed the target that they follow."),
-        ("loss", "Loss", "loss", ("loss", "valid_loss"), ".3~f", False, "loss",
-         "Solid: on validation data, of what would be exported then. Dashed: of training, with the gates' noise."),
+        ("loss", "Loss", "loss", LOSSES, ".3~f", False, LOSSES[0],
+         "On validation data, of what would be exported then; faint: of training, with the gates' noise."),
         ("speed", "Training speed", "per second", SPEEDS, ".3~s", True, "",
-         "Tokens (or examples) per second of training: less to compute as components close."),
+         "Tokens (or examples) per second of training, as a running median: there is less to compute as components "
+         "close."),
     )  # fmt: skip
     shown = shown_of([training for _, training in found])
     methods = [training.method for _, training in found]
-    for name, title, unit, metrics, form, zero, dashed, about in kinds:
+    for name, title, unit, metrics, form, zero, second, about in kinds:
         columns = _curves(found, runs, metrics)
         if columns["step"]:
             data[name] = columns
-            drawn = _line_chart(name, unit, methods, form=form, zero=zero, dashed=dashed)
+            domain = _domain(columns["value"], zero=zero)
+            drawn = _line_chart(name, unit, methods, form=form, domain=domain, second=second)
             yield Figure(name, title, about, [chart_of(drawn, shown, about=f"{title} of {len(found)} trainings")])

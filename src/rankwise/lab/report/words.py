@@ -52,7 +52,7 @@ def headline(runs: Sequence[Run]) -> Headline:
     )
     row, dense = model.row, model.run.dense
     before = None if dense is None else dense["parameters"]
-    asked = f" ({model.asked} asked for, {_achieved(model)} achieved)" if model.asked else ""
+    asked = f" (asked for: {model.asked}, achieved: {_achieved(model)})" if model.asked else ""
     if before:
         sentence = f"{row['name']} makes {title} {row['removed']:.1%} smaller, "
         sentence += f"{row['parameters']:,} of {before:,} parameters{asked}"
@@ -95,7 +95,10 @@ def _quality(model: Model, point: Point | None) -> tuple[str, list[Tile]]:
     unit, value = MEASURES.get(measure, measure), point.mean
     denses = [dense for each in point.models if (dense := each.dense_value) is not None]
     if not denses:
-        return f"; test {unit} is {value:.4g}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
+        dense = model.run.dense
+        base = None if dense is None else Model(model.run, dense).value
+        than = "" if base is None else f" ({base:.4g} of the dense base, which trained for fewer steps)"
+        return f"; test {unit} is {value:.4g}{than}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
     before = sum(denses) / len(denses)
     change = "" if point.lost is None else f"{point.lost:+.1%}"
     seeds = f" over {len(point.models)} seeds" if len(point.models) > 1 else ""
