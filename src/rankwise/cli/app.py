@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from rankwise.cli.command import HELP, UsageError, help_text, parse
 from rankwise.cli.compress import compress
 from rankwise.cli.plan import plan
-from rankwise.cli.runs import presets, prune, report, sweep, train
+from rankwise.cli.report import report
+from rankwise.cli.runs import presets, prune, sweep, train
 from rankwise.cli.runs import run as run_preset
 from rankwise.cli.saved import bench, evaluate, export, sample
 from rankwise.cli.tables import wrapped

@@ -1,4 +1,4 @@
-"""`rankwise run`, `train`, `prune` and `sweep`, which train; `report` and `presets`: what was run, and what can be.
+"""`rankwise run`, `train`, `prune` and `sweep`, which train; `presets`: what can be run.
 
 A command that was stopped goes on from there when it is given again.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Argument, Options, UsageError, command
+from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import Table, gather, row_table, table
+from rankwise.lab.report import Table, row_table, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -80,7 +81,7 @@ def run(options: Options) -> None:
     folder = folder_of("run", options, options.experiment)
     with watching() as watcher:
         record = pipeline.run(options.experiment, folder, watcher=watcher, trackers=options.trackers)
-    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
+    _show(options, record, table(record), page_of_run(folder))
 
 
 @command(PRESET, _out("runs/PRESET"), TRACKERS, JSON, experiment=of_preset)
@@ -170,7 +171,7 @@ def sweep(options: Options) -> None:
     folder = folder_of("sweep", options, experiment)
     with watching() as watcher:
         record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, **grid)
-    _show(options, record, table(record), f"All of it is in {folder}: record.json, and a folder for each model.")
+    _show(options, record, table(record), page_of_run(folder))
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
@@ -189,42 +190,6 @@ def _show(options: Options, content: Mapping[str, Any], found: Table, where: str
         return
     show_table(found)
     print(f"\n{where}")
-
-
-def show_table(found: Table) -> None:
-    """Print a table of runs, and its notes."""
-    print_table(found.columns, found.rows, words=("",))
-    for note in found.notes:
-        say(note)
-
-
-@command(
-    Argument("FOLDER", "Of a run, of a sweep, of a pruned model or of records.", required=True, several=True),
-    Argument("--json", "Print a list of the records as JSON."),
-    Argument("--markdown", "Print tables for a Markdown file."),
-)
-def report(options: Options) -> None:
-    """Show the tables of finished runs and sweeps again.
-
-    Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each. Files that
-    hold records, or folders of them, work too.
-
-    example: rankwise report runs/demo --markdown
-    example: rankwise report runs/mine/base runs/mine-70 runs/mine-np
-    """
-    if options.json and options.markdown:
-        raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
-    records = gather([Path(folder) for folder in options.subject])
-    if options.json:
-        print(json.dumps(list(records.values()), indent=1))
-        return
-    for place, (title, record) in enumerate(records.items()):
-        if len(records) > 1:
-            print(f"{'' if place == 0 else chr(10)}{title}\n")
-        if options.markdown:
-            print(table(record).markdown())
-        else:
-            show_table(table(record))
 
 
 @command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,35 +98,38 @@ def _quality_data(points: Sequence[Point], paper: PaperTable | None) -> Columns:
 
 
 def _add_labels(rows: list[dict[str, Any]]) -> None:
-    """Label each series at its smallest model, and move labels apart that would lie on each other."""
-    smallest: dict[tuple[str, str], dict[str, Any]] = {}
+    """Label each series once, at its smallest model, and move labels apart that would lie on each other."""
+    smallest: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["parameters"]):
-        smallest.setdefault((row["run"], row["series"]), row)
+        smallest.setdefault(row["series"], row)
     labelled = sorted(smallest.values(), key=lambda row: float(row["value"]))
-    if len(labelled) > LABELS:
-        return
     values = [float(row[key]) for row in rows for key in ("low", "high")]
     least = GAP * (max(values) - min(values))
-    names = [row["series"] for row in labelled]
-    for place, row in enumerate(labelled):
-        # one series in several runs is told apart by them
-        row["label"] = row["series"] if names.count(row["series"]) == 1 else f"{row['series']}, {_end(row['run'])}"
-        if place:
-            row["label_at"] = max(float(row["value"]), labelled[place - 1]["label_at"] + least)
+    for place, row in enumerate(labelled if len(labelled) <= LABELS else ()):
+        row["label"] = row["series"]
+        # only those of models of about one size can meet
+        beside = [one["label_at"] for one in labelled[:place] if abs(one["parameters"] / row["parameters"] - 1) < 0.5]
+        row["label_at"] = max([float(row["value"]), *(at + least for at in beside)])
 
 
-def _end(title: str) -> str:
-    return title if len(title) <= 14 else f"…{title[-13:]}"
-
-
-def _range(values: Sequence[float], below: float, above: float) -> alt.Scale:
+def _range(values: Sequence[float]) -> alt.Scale:
     """A scale with room around the values; differences that mean nothing are not blown up."""
     low, high = min(values), max(values)
-    width = max(high - low, 0.02 * abs(high)) or 1.0
-    middle = (low + high) / 2
-    # neither a size nor a measure of ours is ever negative
-    bounds = [max(middle - width * (0.5 + below), 0.0 if low >= 0 else -math.inf), middle + width * (0.5 + above)]
-    return alt.Scale(domain=bounds, nice=False, zero=False)
+    middle, half = (low + high) / 2, 0.56 * max(high - low, 0.02 * abs(high)) or 1.0
+    # no measure of ours is below -1, and few are below 0
+    return alt.Scale(
+        domain=[max(middle - half, 0.0) if low >= 0 else middle - half, middle + half], nice=False, zero=False
+    )
+
+
+def _sizes(values: Sequence[float]) -> alt.Scale:
+    """A scale of sizes, with room for labels to the left; logarithmic where they differ by more than three times."""
+    low, high = min(values), max(values)
+    if high <= 3 * low:
+        room = (high - low) or high
+        return alt.Scale(domain=[max(low - 0.16 * room, 0.0), high + 0.05 * room], nice=False, zero=False)
+    ratio = high / low
+    return alt.Scale(type="log", domain=[low / ratio**0.16, high * ratio**0.05], nice=False)
 
 
 def _quality_chart(name: str, title: str, points: Sequence[Point], columns: Columns, paper: PaperTable | None) -> Any:
@@ -135,8 +137,8 @@ def _quality_chart(name: str, title: str, points: Sequence[Point], columns: Colu
     values = [*columns["low"], *columns["high"], *columns["label_at"]]
     # to the left there is room for labels
     x = alt.X("parameters:Q", title="parameters", axis=alt.Axis(format=".3~s", tickCount=6),
-              scale=_range(columns["parameters"], 0.16, 0.05))  # fmt: skip
-    y = alt.Y("value:Q", title=title, scale=_range(values, 0.06, 0.06))
+              scale=_sizes(columns["parameters"]))  # fmt: skip
+    y = alt.Y("value:Q", title=title, scale=_range(values))
     colour = alt.Color("method:N", scale=alt.Scale(**colour_scale(methods)), legend=None)
     told = [
         tip("model:N"), tip("run:N"), tip("parameters:Q", form=",.0f"), tip("removed:N"),
@@ -304,13 +306,14 @@ def _map_chart(name: str, part: str, rows: Sequence[Mapping[str, Any]], first: s
     layers = sorted({row["layer"] for row in rows}, key=lambda layer: int(layer or 0))
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     axis = None if layers == [""] else alt.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=True)
+    names = alt.Axis(labelColor="var(--text)", labelLimit=170, minExtent=extent)
     title = "word cluster, the most frequent first" if part == CLUSTERS else "layer"
     base = (
         alt.Chart(alt.NamedData(name))
         .transform_filter(f"datum.part == {part!r} && datum.model == model")
         .encode(
             alt.X("layer:O", sort=layers, title=None if layers == [""] else title, axis=axis),
-            alt.Y("kind:N", sort=kinds, title=None, axis=alt.Axis(labelColor="var(--text)", labelLimit=170, minExtent=extent)),
+            alt.Y("kind:N", sort=kinds, title=None, axis=names),
             tooltip=[
                 tip("name:N", "matrix"), tip("shape:N"), tip("rank:Q", "kept"), tip("of:Q"), tip("share:Q", form=".1%"),
                 tip("parameters:N"),

@@ -39,7 +39,7 @@ class Model:
 
     @property
     def dense_value(self) -> float | None:
-        """That of the dense control of the same run; a base trained for fewer steps, so nothing is counted against it."""
+        """That of the run's dense control. Nothing is counted against a base, which trained for fewer steps."""
         dense = self.run.dense
         return None if dense is None or dense is self.row or dense["name"] == "base" else Model(self.run, dense).value
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 NEEDS = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
 """Packages of the extra `report`, by the name that is imported."""
-PAGE = "report.html"
-"""The page in the folder of a run."""
 LISTED = 20
 """Runs whose settings are listed; those of the others are in their folders."""
 
@@ -46,6 +44,10 @@ class Page:
     def html(self, *, reload_seconds: int | None = None) -> str:
         """The page; with `reload_seconds` it loads itself again, to show a run that goes on."""
         return _html(self, reload_seconds)
+
+    def status(self) -> str:
+        """How far runs are that are not finished."""
+        return " ".join(line for run in self.found.runs if (line := status_of(run)))
 
     def pictures(self, form: str) -> dict[str, bytes]:
         """A file for every chart, by name."""

@@ -95,8 +95,8 @@ def _quality(model: Model, point: Point | None) -> tuple[str, list[Tile]]:
     unit, value = MEASURES.get(measure, measure), point.mean
     denses = [dense for each in point.models if (dense := each.dense_value) is not None]
     if not denses:
-        dense = model.run.dense
-        base = None if dense is None else Model(model.run, dense).value
+        start = model.run.dense
+        base = None if start is None else Model(model.run, start).value
         than = "" if base is None else f" ({base:.4g} of the dense base, which trained for fewer steps)"
         return f"; test {unit} is {value:.4g}{than}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
     before = sum(denses) / len(denses)
