@@ -6,6 +6,7 @@ EXTRAS = {
     "train": ("filelock", "pooch", "tensorboard"),
     "hf": ("transformers>=5.17", "accelerate"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"),
+    "report": ("altair>=5.5", "vl-convert-python>=1.7", "jinja2"),
 }
 """What each extra of `pyproject.toml` installs, for messages about what is missing."""
 

@@ -28,6 +28,9 @@ VARIANTS = (
 DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
 """As the paper prints a measure, and as we do."""
 
+OURS = 5
+"""The column of a comparison in which our figures begin."""
+
 Source = tuple[Mapping[str, Any] | None, str]
 """A record, and the name of a base in it."""
 
@@ -101,6 +104,8 @@ def paper_tables(runs: Iterable[Run]) -> Iterator[tuple[str, Table]]:
         plain = [_in_cells(run, "plain") for run in runs if paper.is_of(run.experiment, plain=True)]
         if own or plain:
             table = comparison(paper, ({"runs": own}, "own"), ({"runs": plain}, "plain"), measure)
+            if not any(row[OURS] for row in table.rows):
+                continue
             yield paper.title, replace(table, notes=tuple(note for note in table.notes if note.startswith("\\*")))
 
 

@@ -66,10 +66,10 @@
   function remember() {
     // a page that loads itself again stands as the reader left it
     const inputs = [...document.querySelectorAll(".filters input, [data-signal], details")];
-    const key = "rankwise " + document.title;
+    const key = "rankwise " + location.pathname;
     try {
       const states = JSON.parse(sessionStorage.getItem(key) || "null");
-      if (content.reload && states && states.length === inputs.length) {
+      if (states && states.length === inputs.length) {
         inputs.forEach((input, i) => {
           if (input.type === "checkbox") input.checked = states[i];
           else if (input.tagName === "DETAILS") input.open = states[i];

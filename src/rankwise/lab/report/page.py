@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, MissingPackageError, install_extra
 from rankwise.files import reason
 from rankwise.lab.report.comparison import paper_tables
 from rankwise.lab.report.found import Found, Problem, Run, read
@@ -25,8 +25,8 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from rankwise.lab.report.charts import Columns, Figure
 
-NEEDS = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
-"""Packages of the extra `report`, by the name that is imported."""
+NEEDS = ("altair", "jinja2", "vl_convert")
+"""What is imported of the extra `report`."""
 LISTED = 20
 """Runs whose settings are listed; those of the others are in their folders."""
 
@@ -63,16 +63,14 @@ class Page:
 
 def missing_packages() -> str | None:
     """The line about what a page needs and is not installed; None where everything is."""
-    missing = [package for name, package in NEEDS.items() if find_spec(name) is None]
-    if not missing:
-        return None
-    return f"A page needs {', '.join(missing)}, not installed here. Install: pip install 'rankwise[report]'."
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    return f"A page needs {' and '.join(missing)}, not installed here. {install_extra('report')}" if missing else None
 
 
 def make_page(paths: Sequence[Path]) -> Page:
     """Read everything at these paths and draw it. What cannot be read is named on the page."""
     if (line := missing_packages()) is not None:
-        raise RankwiseError(line)
+        raise MissingPackageError(line)
     found = read(paths)
     if not found.runs:
         why = "; ".join(f"{problem.place} {problem.why}" for problem in found.problems)
