@@ -7,6 +7,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rankwise.cli.command import Argument, Options, UsageError, command
@@ -161,5 +162,7 @@ def _stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, float]]:
     for path in paths:
         for name in WATCHED:
             for found in sorted(path.rglob(name)):
-                status = found.stat()
-                yield str(found), status.st_size, status.st_mtime
+                # a run may replace a file just now
+                with suppress(FileNotFoundError):
+                    status = found.stat()
+                    yield str(found), status.st_size, status.st_mtime

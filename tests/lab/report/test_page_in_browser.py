@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankwise.lab.report.page import make_page, write_page
-from tests.lab.report.browser import Tab, chromium
+from tests.lab.report.browser import DRAWN, Tab, chromium
 
 MARKUP = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
@@ -175,10 +175,7 @@ def test_a_page_that_is_kept_fresh_stands_as_the_reader_left_it(browser: Any, ru
     tab.page.keyboard.press("Home")
     # the run is finished: the last page does not load itself any more
     write_page(page, file)
-    last = (
-        "document.documentElement.dataset.drawn && !JSON.parse(document.getElementById('content').textContent).reload"
-    )
-    tab.page.wait_for_function(last, timeout=30_000)
+    tab.page.wait_for_selector(f"{DRAWN}:not([data-live])", timeout=30_000)
     assert not tab.page.locator('.filters input[value="dense"]').is_checked()
     assert tab.page.locator('[data-figure="gates"] input[type=range]').input_value() == "0"
     assert "step 1" in tab.text('[data-figure="gates"] .chart:nth-child(-n+2) svg text')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -127,7 +128,8 @@ def write_page(page: Page, file: Path, *, reload_seconds: int | None = None) -> 
             f"The page must be written to {file}, but that failed: {reason(error)}. Choose another place with -o."
         ) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 @cache
@@ -169,6 +171,7 @@ def _html(page: Page, reload_seconds: int | None) -> str:
     titles = list(dict.fromkeys(run.title for run in runs))
     return template.render(
         page=page,
+        live=reload_seconds is not None,
         css=Markup(here.joinpath("page.css").read_text(encoding="utf-8")),
         script=Markup(here.joinpath("page.js").read_text(encoding="utf-8")),
         library=Markup(_library()),
