@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rankwise.lab.report.curves import read_metrics, running_median, thinned
+from rankwise.lab.report.curves import medians, read_metrics, thinned
 
 values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400).map(lambda found: np.asarray(found))
 
@@ -27,17 +27,19 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes(values: NDArray[np.float64]
     assert (values[kept_steps // 7] == kept).all()
 
 
-@given(values=values)
-def test_a_running_median_has_every_step_and_no_value_of_its_own(values: NDArray[np.float64]) -> None:
-    found = running_median(values)
-    assert found.shape == values.shape
+@given(values=values, limit=st.integers(2, 60))
+def test_a_running_median_keeps_the_ends_and_makes_no_value_up(values: NDArray[np.float64], limit: int) -> None:
+    steps = np.arange(len(values)) * 7
+    kept_steps, found = medians(steps, values, limit)
+    assert kept_steps[0] == steps[0] and kept_steps[-1] == steps[-1]
+    assert len(found) == min(limit, len(values))
     assert set(found) <= set(values)
 
 
 def test_one_slow_moment_is_not_seen_in_the_speed() -> None:
     values = np.full(400, 100.0)
     values[200] = 1.0
-    assert (running_median(values) == 100.0).all()
+    assert (medians(np.arange(400), values, 400)[1] == 100.0).all()
 
 
 def test_lines_that_are_damaged_are_counted_and_one_that_is_still_written_is_not(tmp_path: Path) -> None:

@@ -99,13 +99,24 @@ def colour_scale(methods: Iterable[str]) -> dict[str, Any]:
     return {"domain": known, "range": [method_colour(method, known) for method in known]}
 
 
-def compact(columns: Columns) -> Columns:
-    """Columns with numbers of as many digits as a chart can show."""
-    return {name: [_rounded(value) for value in values] for name, values in columns.items()}
+def compact(columns: Columns) -> dict[str, Any]:
+    """Columns as a page holds them: numbers with as many digits as a chart can show, words as places in a list."""
+    found: dict[str, Any] = {}
+    for name, values in columns.items():
+        if values and isinstance(values[0], str):
+            words = {word: place for place, word in enumerate(dict.fromkeys(values))}
+            found[name] = {"words": list(words), "places": [words[word] for word in values]}
+        else:
+            found[name] = [_rounded(value) for value in values]
+    return found
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.5g}")
+    # a point and a zero less for each whole number
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def light_colours() -> dict[str, str]:

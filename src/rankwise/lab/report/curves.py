@@ -47,27 +47,34 @@ class Metrics:
 def read_metrics(path: Path, limit: int) -> Metrics:
     """The metrics in a file, at most about `limit` points of each curve."""
     lines, broken = _lines(path.read_bytes())
+    steps = np.asarray([line["step"] for line in lines], np.int64)
     curves = {}
     for name in (*LOSSES, *SIZES, *SPEEDS):
-        pairs = [(line["step"], line[name]) for line in lines if name in line and _is_number(line[name])]
-        if pairs:
-            steps, values = zip(*pairs, strict=True)
-            numbers = np.asarray(values, np.float64)
-            numbers = running_median(numbers) if name in SPEEDS else numbers
-            curves[name] = thinned(np.asarray(steps, np.int64), numbers, limit)
+        values = _numbers([line.get(name) for line in lines])
+        known = np.isfinite(values)
+        if known.any():
+            reduce = medians if name in SPEEDS else thinned
+            curves[name] = reduce(steps[known], values[known], limit)
     steps_of_gates, gates = _histograms(line for line in lines if GATES in line)
     seconds = next((line["seconds"] for line in reversed(lines) if _is_number(line.get("seconds"))), 0.0)
     return Metrics(curves, steps_of_gates, gates or None, broken, float(seconds))
 
 
-def running_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The median of each value's surroundings, a fortieth of the whole; what is shorter stays as it is."""
+def _numbers(values: list[Any]) -> NDArray[np.float64]:
+    """Values as numbers; NaN where there is none."""
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        return np.asarray([value if _is_number(value) else np.nan for value in values], np.float64)
+
+
+def medians(steps: NDArray[np.int64], values: NDArray[np.float64], limit: int) -> Curve:
+    """The median of the surroundings of `limit` points, each a fortieth of the whole."""
     width = min(len(values) // WINDOWS, MOST_MEDIAN) | 1
-    if width < 3:
-        return values
-    padded = np.pad(values, width // 2, mode="edge")
-    found: NDArray[np.float64] = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
-    return found
+    padded = np.pad(values, width // 2, mode="symmetric")
+    places = np.unique(np.linspace(0, len(steps) - 1, min(limit, len(steps))).round().astype(int))
+    found: NDArray[np.float64] = np.median(np.lib.stride_tricks.sliding_window_view(padded, width)[places], axis=1)
+    return steps[places], found
 
 
 def thinned(steps: NDArray[np.int64], values: NDArray[np.float64], limit: int) -> Curve:

@@ -25,8 +25,8 @@ NEEDED: Mapping[str, tuple[type, ...]] = {
     "name": (str,), "method": (str,), "parameters": (int,), "removed": (int, float), "test": (dict,),
 }  # fmt: skip
 """What a row must hold to be shown."""
-POINTS = 40_000
-"""About so many points all curves of one figure have together."""
+POINTS = 16_000
+"""About so many points all curves of one metric have together."""
 FEWEST, MOST = 40, 600
 """Points of one curve."""
 LEVEL = re.compile(r"-(?:at-)?\d+(?:\.\d+)?(?=-|$)")

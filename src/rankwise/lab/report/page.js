@@ -7,6 +7,10 @@
   function rows(name) {
     const columns = content.datasets[name];
     const names = Object.keys(columns);
+    for (const key of names) {
+      const { words, places } = columns[key];
+      if (words) columns[key] = places.map((place) => words[place]);
+    }
     return columns[names[0]].map((_, i) => Object.fromEntries(names.map((key) => [key, columns[key][i]])));
   }
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NEEDS = ("altair", "jinja2", "vl_convert")
 """What is imported of the extra `report`."""
+APART = 8
+"""Most runs that have a table each; of more runs, those with the same columns share one."""
 LISTED = 20
 """Runs whose settings are listed; those of the others are in their folders."""
 
@@ -106,7 +108,20 @@ def _tables(runs: Sequence[Run], problems: list[Problem]) -> list[tuple[str, Tab
                 made.append((title, without_empty_columns(table({"runs": records}))))
         except (KeyError, TypeError, ValueError) as error:
             problems.append(Problem(title, f"has rows that make no table: {error!r}"))
-    return made
+    return made if len(made) <= APART else _joined(made)
+
+
+def _joined(tables: Sequence[tuple[str, Table]]) -> list[tuple[str, Table]]:
+    """Tables with the same columns as one, whose rows say what run they are of."""
+    groups: dict[tuple[str, ...], list[tuple[str, Table]]] = {}
+    for title, found in tables:
+        groups.setdefault(found.columns, []).append((title, found))
+    joined = []
+    for columns, group in groups.items():
+        rows = tuple((f"{title}: {row[0]}", *row[1:]) for title, found in group for row in found.rows)
+        notes = tuple(dict.fromkeys(note for _, found in group for note in found.notes))
+        joined.append((f"{len(group)} runs" if len(group) > 1 else group[0][0], Table(columns, rows, notes)))
+    return joined
 
 
 def without_empty_columns(found: Table) -> Table:

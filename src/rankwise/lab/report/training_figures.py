@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import altair as alt
@@ -14,8 +13,12 @@ from rankwise.lab.report.curves import LOSSES, SIZES, SPEEDS
 from rankwise.lab.report.figures import IS_SHOWN, Data, chart_of, shown_of, tip
 from rankwise.lab.report.found import Run, Training
 
-NUMBERS = 150_000
+NUMBERS = 40_000
 """About so many numbers all histograms of gates have together."""
+FEWEST_MOMENTS = 8
+"""Moments of a training whose histograms are shown, however many trainings there are."""
+BINS = 20
+"""Equal parts of [0, 1] that a training counts gates in."""
 HEIGHT = 240
 UNIT = alt.Scale(domain=[0, 1])
 VISIBLE = 0.985
@@ -48,7 +51,7 @@ def gates(found: Trained, runs: Sequence[Run], data: Data) -> Iterator[Figure]:
     """How gates open and close: histograms to scrub through, and all of them at once; a figure for each network."""
     groups: dict[tuple[str, ...], list[tuple[Run, Training]]] = {}
     for run, training in found:
-        if training.metrics.gates:
+        if training.metrics.gates and len(next(iter(training.metrics.gates.values()))[0]) == BINS:
             groups.setdefault(tuple(training.metrics.gates), []).append((run, training))
     for number, (names, group) in enumerate(groups.items()):
         name = "gates" if number == 0 else f"gates-{number + 1}"
@@ -74,37 +77,35 @@ def gates(found: Trained, runs: Sequence[Run], data: Data) -> Iterator[Figure]:
 def _gate_data(
     group: Trained, runs: Sequence[Run], matrices: Sequence[str], room: int
 ) -> tuple[Columns, list[str], list[str]]:
-    """Columns, labels and matrices: as many trainings as there is room for, then as many of their matrices."""
-    costs = [sum(map(len, (training.metrics.gates or {})[matrices[0]])) for _, training in group]
-    kept = [pair for pair, before in zip(group, accumulate([0, *costs]), strict=False) if before * 2 <= room]
-    per_matrix = sum(costs[: len(kept)])
-    matrices = matrices[: max(2, room // max(per_matrix, 1))]
-    columns: Columns = {key: [] for key in ("model", "matrix", "point", "step", "end", "low", "high", "share", "count")}
-    labels = [label_of(run, training, runs) for run, training in kept]
-    for label, (_, training) in zip(labels, kept, strict=True):
+    """Columns, labels and matrices. Where there are many trainings, two matrices and fewer moments of each."""
+    moments = max(len(training.metrics.gate_steps) for _, training in group)
+    moments = min(moments, max(FEWEST_MOMENTS, room // (2 * BINS * len(group))))
+    matrices = matrices[: max(2, room // (moments * BINS * len(group)))]
+    columns: Columns = {key: [] for key in ("model", "matrix", "point", "step", "end", "bin", "count", "share")}
+    labels = [label_of(run, training, runs) for run, training in group]
+    for label, (_, training) in zip(labels, group, strict=True):
         for matrix in matrices:
-            _add_histograms(columns, label, matrix, training, (training.metrics.gates or {})[matrix])
+            _add_histograms(columns, label, matrix, training, moments)
     return columns, labels, list(matrices)
 
 
-def _add_histograms(
-    columns: Columns, label: str, name: str, training: Training, histograms: Sequence[Sequence[int]]
-) -> None:
-    steps = training.metrics.gate_steps
-    for point, (step, counts) in enumerate(zip(steps, histograms, strict=True)):
-        end = steps[point + 1] if point + 1 < len(steps) else max(training.metrics.last_step, step + 1)
-        total = sum(counts) or 1
-        for place, count in enumerate(counts):
+def _add_histograms(columns: Columns, label: str, matrix: str, training: Training, moments: int) -> None:
+    steps, histograms = training.metrics.gate_steps, (training.metrics.gates or {})[matrix]
+    places = sorted(set(np.linspace(0, len(steps) - 1, min(moments, len(steps))).round().astype(int).tolist()))
+    ends = [*(steps[place] for place in places[1:]), max(training.metrics.last_step, steps[places[-1]] + 1)]
+    for point, (place, end) in enumerate(zip(places, ends, strict=True)):
+        total = sum(histograms[place]) or 1
+        for number, count in enumerate(histograms[place]):
             if count:
-                low, high = place / len(counts), (place + 1) / len(counts)
-                row = (label, name, point, step, end, low, high, count / total, count)
+                row = (label, matrix, point, steps[place], end, number, count, round(count / total, 4))
                 for key, value in zip(columns, row, strict=True):
                     columns[key].append(value)
 
 
 def _of_slot(name: str, slot: int) -> Any:
     own = f"datum.model == model && datum.matrix == matrix{slot}"
-    return alt.Chart(alt.NamedData(name)).transform_filter(own)
+    found = alt.Chart(alt.NamedData(name)).transform_filter(own)
+    return found.transform_calculate(low=f"datum.bin / {BINS}", high=f"(datum.bin + 1) / {BINS}")
 
 
 def _gate_bars(name: str, slot: int) -> Any:
