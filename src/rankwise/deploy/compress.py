@@ -187,7 +187,9 @@ def compress_folder(
             best, notes = second, source.save(model, second, folder, True)
         kept = "They are" if best is second else "The first ones are"
         listener.say(f"Even ranks: {second.quality}. {kept} kept.")
-    write_json(folder / COMPRESSION, work.record(source.name, best))
+    # a source may have put the model elsewhere
+    if folder.is_dir():
+        write_json(folder / COMPRESSION, work.record(source.name, best))
     for note in notes:
         listener.say(note)
     return best
