@@ -187,11 +187,7 @@ def compress_folder(
             best, notes = second, source.save(model, second, folder, True)
         kept = "They are" if best is second else "The first ones are"
         listener.say(f"Even ranks: {second.quality}. {kept} kept.")
-    # a source may have put the model elsewhere
-    if folder.is_dir():
-        write_json(folder / COMPRESSION, work.record(source.name, best))
-    for note in notes:
-        listener.say(note)
+    work.finish(folder, source.name, best, notes)
     return best
 
 
@@ -212,7 +208,7 @@ class _Work:
             plan = plan_for_method(model, plan, method)
         if budget.latency_ms is not None:
             budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
-        self.budget = budget
+        self.budget, self.listener = budget, listener
         self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
         for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
@@ -247,8 +243,15 @@ class _Work:
             device=str(next(model.parameters()).device),
         )
 
-    def record(self, name: str, made: Compressed) -> dict[str, Any]:
-        """What a report reads of a compressed folder."""
+    def finish(self, folder: Path, name: str, made: Compressed, notes: Sequence[str]) -> None:
+        """Write down what a report reads of a compressed folder, and pass on what a user should read."""
+        # a source may have put the model elsewhere
+        if folder.is_dir():
+            write_json(folder / COMPRESSION, self._record(name, made))
+        for note in notes:
+            self.listener.say(note)
+
+    def _record(self, name: str, made: Compressed) -> dict[str, Any]:
         device = torch.device(made.device)
         about = {"format": COMPRESSED, "version": 1, "name": name, "method": self.settings["method"]}
         about |= {"layout": self.settings["layout"], "allocation": made.ranks}

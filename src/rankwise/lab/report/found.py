@@ -130,8 +130,12 @@ def read(paths: Sequence[Path]) -> Found:
                 raise CheckpointError("holds no run, no record and no compressed model")
             runs += found
         except (CheckpointError, OSError) as error:
-            problems.append(Problem(title, str(error)))
+            problems.append(Problem(title, _why(error)))
     return Found(tuple(_with_metrics(runs, problems)), tuple(problems))
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _titles(paths: Sequence[Path]) -> list[str]:
@@ -171,7 +175,7 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         try:
             content = read_json(file)
         except CheckpointError as error:
-            problems.append(Problem(f"{title}/{file.name}", str(error)))
+            problems.append(Problem(f"{title}/{file.name}", _why(error)))
             continue
         if content.get("format") in (*FORMATS, TABLE):
             yield from _of_record(content, f"{title}/{file.stem}", None)
@@ -180,7 +184,7 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
             try:
                 yield from _runs_at(folder, f"{title}/{folder.name}", problems)
             except CheckpointError as error:
-                problems.append(Problem(f"{title}/{folder.name}", str(error)))
+                problems.append(Problem(f"{title}/{folder.name}", _why(error)))
 
 
 def _of_record(record: Mapping[str, Any], title: str, folder: Path | None) -> Iterator[Run]:
