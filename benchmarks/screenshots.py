@@ -3,7 +3,7 @@
 python benchmarks/screenshots.py runs/demo-sweep --out docs/figures
 
 needs Chromium and playwright. The run in the documentation is that of
-rankwise sweep demo --methods flop-l0,fac,np-l0 --removed 0.6,0.8,0.9 --both.log_every 10
+rankwise sweep demo --methods flop-l0,fac --removed 0.6,0.8,0.9 --both.log_every 10
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def main() -> None:
             slider = page.locator("#gates input[type=range]")
             slider.fill(str(min(SCRUBBED, int(slider.get_attribute("max") or 0))))
             slider.blur()
+            # it would stay at the top of the window
+            page.add_style_tag(content=".filters { position: static !important }")
             page.wait_for_timeout(300)
             options.out.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=options.out / f"{name}.png", full_page=True, clip=box(page, *parts))  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_the_headline_is_one_sentence_with_the_figures_of_the_record(runs: Path)
         f"{small['parameters']:,} of {dense['parameters']:,} parameters",
         "asked for: 50% of the prunable parameters removed",
         f"achieved: {small['removed_of_prunable']:.1%}",
-        f"from {dense['test']['perplexity']:.4g} to {small['test']['perplexity']:.4g}",
+        f"{small['test']['perplexity']:.4g} instead of {dense['test']['perplexity']:.4g}",
         f"{small['milliseconds']['median']:.3g} ms instead of {dense['milliseconds']['median']:.3g} ms",
     ):
         assert part in sentence

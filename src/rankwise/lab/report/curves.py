@@ -20,8 +20,8 @@ SIZES = ("expected_size", "target_size")
 LOSSES = ("loss", "valid_loss")
 SPEEDS = ("tokens_per_second", "examples_per_second")
 
-WINDOWS, MOST_MEDIAN = 40, 101
-"""A median is over a fortieth of a curve, but never over more points."""
+WINDOWS, MOST_MEDIAN = 10, 101
+"""A median is over a tenth of a curve, but never over more points."""
 
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps and values."""
@@ -69,7 +69,7 @@ def _numbers(values: list[Any]) -> NDArray[np.float64]:
 
 
 def medians(steps: NDArray[np.int64], values: NDArray[np.float64], limit: int) -> Curve:
-    """The median of the surroundings of `limit` points, each a fortieth of the whole."""
+    """The median of the surroundings of `limit` points, each a tenth of the whole, or 101 points."""
     width = min(len(values) // WINDOWS, MOST_MEDIAN) | 1
     padded = np.pad(values, width // 2, mode="symmetric")
     places = np.unique(np.linspace(0, len(steps) - 1, min(limit, len(steps))).round().astype(int))

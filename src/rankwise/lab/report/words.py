@@ -51,14 +51,15 @@ def headline(runs: Sequence[Run]) -> Headline:
         (p for p in points_of([m for m in models_of(runs) if m.run.title == title]) if model in p.models), None
     )
     row, dense = model.row, model.run.dense
+    name = str(model.run.record.get("name") or title).rstrip("/").rpartition("/")[2] or title
     before = None if dense is None else dense["parameters"]
     asked = f" (asked for: {model.asked}, achieved: {_achieved(model)})" if model.asked else ""
     if before:
-        sentence = f"{row['name']} makes {title} {row['removed']:.1%} smaller, "
+        sentence = f"{row['name']} makes {name} {row['removed']:.1%} smaller, "
         sentence += f"{row['parameters']:,} of {before:,} parameters{asked}"
         tiles = [Tile("parameters", _short(before), _short(row["parameters"]), f"{-row['removed']:+.1%}")]
     else:
-        sentence = f"{row['name']} leaves {row['parameters']:,} parameters of {title}{asked}"
+        sentence = f"{row['name']} leaves {row['parameters']:,} parameters of {name}{asked}"
         tiles = [Tile("parameters", "", _short(row["parameters"]), f"{-row['removed']:+.1%}")]
     words, more = _quality(model, point)
     timing, last = _speed(model, point)
@@ -91,28 +92,28 @@ def _achieved(model: Model) -> str:
 def _quality(model: Model, point: Point | None) -> tuple[str, list[Tile]]:
     measure = model.run.measure
     if point is None or measure is None:
-        return "; its quality was not measured", []
+        return ", of a quality that was not measured", []
     unit, value = MEASURES.get(measure, measure), point.mean
     denses = [dense for each in point.models if (dense := each.dense_value) is not None]
     if not denses:
         start = model.run.dense
         base = None if start is None else Model(model.run, start).value
         than = "" if base is None else f" ({base:.4g} of the dense base, which trained for fewer steps)"
-        return f"; test {unit} is {value:.4g}{than}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
+        return f", with test {unit} of {value:.4g}{than}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
     before = sum(denses) / len(denses)
     change = "" if point.lost is None else f"{point.lost:+.1%}"
     seeds = f" over {len(point.models)} seeds" if len(point.models) > 1 else ""
-    words = f"; test {unit} goes from {before:.4g} to {value:.4g}{f' ({change})' if change else ''}{seeds}"
+    words = f", with test {unit} of {value:.4g} instead of {before:.4g}{f' ({change})' if change else ''}{seeds}"
     return words, [Tile(f"test {unit}", f"{before:.4g}", f"{value:.4g}", change)]
 
 
 def _speed(model: Model, point: Point | None) -> tuple[str, list[Tile]]:
     dense, row = model.run.dense, model.row
     if dense is None or "milliseconds" not in dense or "milliseconds" not in row:
-        return "; its speed was not measured", []
+        return ", and a speed that was not measured", []
     then, now = dense["milliseconds"]["median"], row["milliseconds"]["median"]
     times = (point.speedup if point is not None else None) or then / now
-    words = f", and an answer takes {now:.3g} ms instead of {then:.3g} ms ({times:.2f} times as fast)"
+    words = f", and {now:.3g} ms instead of {then:.3g} ms for an answer ({times:.2f} times as fast)"
     return words, [Tile("milliseconds for an answer", f"{then:.3g}", f"{now:.3g}", f"{times:.2f}x")]
 
 
