@@ -136,7 +136,10 @@ def test_a_page_is_kept_fresh_until_the_run_is_finished(
 
 def test_ctrl_c_ends_watching_and_leaves_a_page_that_stands_still(finished: Path, tmp_path: Path) -> None:
     copy, file = unfinished(finished, tmp_path / "copy"), tmp_path / "page.html"
-    command = [sys.executable, "-m", "rankwise", "report", str(copy), "--watch", "-o", str(file)]
+    # a program that was started in the background ignores Ctrl-C, and so does what it starts
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from rankwise.cli import main; "
+    words = ["report", str(copy), "--watch", "-o", str(file)]
+    command = [sys.executable, "-c", f"{begin}main({words!r})"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not file.exists():
         assert process.poll() is None

@@ -56,6 +56,18 @@ def test_a_run_that_goes_on_shows_what_it_has(copy: Path) -> None:
     assert "is not finished: " in make_page([copy]).html()
 
 
+def test_a_sweep_is_not_finished_before_all_of_its_seeds_are(runs: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs / "sweep", tmp_path / "copy"))
+    (copy / "record.json").unlink()
+    shutil.rmtree(copy / "seed-1")
+    found = read([copy])
+    assert len(found.runs) == 1 and not found.finished
+    shutil.copytree(runs / "sweep" / "seed-1", copy / "seed-1")
+    found = read([copy])
+    assert [run.finished for run in found.runs] == [True, False]
+    assert {run.title for run in found.runs} == {"copy"}
+
+
 DAMAGES = {
     "half a record": lambda run: (run / "record.json").write_text('{"format": "rankwise-exp'),
     "no rows": lambda run: changed(run / "record.json", rows=[]),
@@ -88,6 +100,21 @@ def test_what_is_damaged_is_named_and_the_rest_still_shows(damage: str, runs: Pa
     # alone it is one line
     with pytest.raises(CheckpointError, match="A report must be of at least one run or compressed model, but copy "):
         make_page([copy])
+
+
+@pytest.mark.parametrize("value", [3, "odd", [{}]])
+def test_no_field_of_a_record_can_stop_a_page(value: object, runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / "words" / "record.json").read_text())
+    needed = ("format", "version", "rows")
+    record |= dict.fromkeys([key for key in record if key not in needed], value)
+    row = {"name": "flop-l0", "method": "flop-l0", "parameters": 3, "removed": 0.5, "test": {"perplexity": 2.0}}
+    record["rows"] = [record["rows"][0], {**dict.fromkeys(record["rows"][1], value), **row}]
+    inner = {"budget": value, "method": value, "model": value, "corpus": value}
+    for number, experiment in enumerate((value, inner)):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps({**record, "experiment": experiment}))
+        html = make_page([file]).html()
+        assert "quality" in html and "flop-l0 makes" in html
 
 
 def test_damaged_lines_of_metrics_are_named(copy: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rankwise.errors import CheckpointError
 from rankwise.lab.report.curves import METRICS, Metrics, read_metrics
+from rankwise.lab.report.records import check_rows, complete
 from rankwise.lab.report.tables import EXPERIMENT, EXPORT, FORMATS, RECORD, TABLE, measures_of, read_json
 
 CONFIG, COMPRESSION, STRUCTURE, MODEL = "config.json", "compression.json", "rankwise.json", "model"
@@ -21,10 +22,6 @@ COMPRESSED, TRAINED = "rankwise-compressed", "rankwise-run"
 VERSION = 1
 """The version of the records that this code writes."""
 SEED = "seed-*"
-NEEDED: Mapping[str, tuple[type, ...]] = {
-    "name": (str,), "method": (str,), "parameters": (int,), "removed": (int, float), "test": (dict,),
-}  # fmt: skip
-"""What a row must hold to be shown."""
 POINTS = 16_000
 """About so many points all curves of one metric have together."""
 FEWEST, MOST = 40, 600
@@ -157,8 +154,7 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
     elif (path / RECORD).is_file():
         yield from _of_record(read_json(path / RECORD), title, path)
     elif any(path.glob(f"{SEED}/{EXPERIMENT}")):
-        for seed in sorted(path.glob(SEED)):
-            yield from _runs_at(seed, title, problems)
+        yield from _unfinished_sweep(path, title, problems)
     elif (path / EXPERIMENT).is_file() and not (path / STRUCTURE).is_file():
         yield _unfinished(path, title)
     elif (path / STRUCTURE).is_file() or _is_ours(path):
@@ -167,6 +163,18 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         )
     else:
         yield from _inside(path, title, problems)
+
+
+def _unfinished_sweep(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
+    found: list[Run] = []
+    for seed in sorted(path.glob(SEED)):
+        try:
+            found += _runs_at(seed, title, problems)
+        except CheckpointError as error:
+            problems.append(Problem(f"{title}/{seed.name}", _why(error)))
+    # a sweep without a record goes on, though all seeds that were begun may be finished
+    yield from found[:-1]
+    yield from (replace(run, finished=False) for run in found[-1:])
 
 
 def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
@@ -198,27 +206,9 @@ def _of_record(record: Mapping[str, Any], title: str, folder: Path | None) -> It
     if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
         raise CheckpointError("has no list of runs")
     for each in inner:
-        _check_rows(each)
+        check_rows(each)
         place = folder / f"seed-{each.get('seed')}" if folder is not None and "runs" in record else folder
-        yield Run(title, place, _complete(each), trainings=tuple(_trainings(place, each)))
-
-
-def _check_rows(record: Mapping[str, Any]) -> None:
-    rows = record.get("rows")
-    if not isinstance(rows, list) or not rows:
-        raise CheckpointError("has no rows: it is damaged, or of an older version of rankwise. Run it again")
-    for row in rows:
-        for key, kinds in NEEDED.items():
-            if not isinstance(row, dict) or not isinstance(row.get(key), kinds):
-                raise CheckpointError(
-                    f"has a row without `{key}`: it is damaged, or of an older version of rankwise. Run it again"
-                )
-
-
-def _complete(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with what older ones do not have."""
-    rows = [{"nonzeros": False, "valid": None, "removed_of_prunable": row["removed"], **row} for row in record["rows"]]
-    return {**record, "rows": rows}
+        yield Run(title, place, complete(each), trainings=tuple(_trainings(place, each)))
 
 
 def _part(folder: Path, title: str) -> Run:
@@ -228,9 +218,9 @@ def _part(folder: Path, title: str) -> Run:
     about = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     record = {**about, "name": title, "experiment": experiment, "rows": export.get("rows", [])}
     if record["rows"]:
-        _check_rows(record)
+        check_rows(record)
     # rows name their folder from the one above
-    return Run(title, folder.parent, _complete(record), bool(export), tuple(_one_training(folder, "")))
+    return Run(title, folder.parent, complete(record), bool(export), tuple(_one_training(folder, "")))
 
 
 def _unfinished(folder: Path, title: str) -> Run:
@@ -241,8 +231,8 @@ def _unfinished(folder: Path, title: str) -> Run:
     experiment = read_json(folder / EXPERIMENT)
     record = {"name": title, "seed": experiment.get("seed"), "experiment": experiment, "rows": rows}
     if rows:
-        _check_rows(record)
-    return Run(title, folder, _complete(record), False, tuple(_trainings(folder, record)))
+        check_rows(record)
+    return Run(title, folder, complete(record), False, tuple(_trainings(folder, record)))
 
 
 def _trainings(folder: Path | None, record: Mapping[str, Any]) -> Iterator[Training]:
@@ -285,8 +275,8 @@ def _compressed(folder: Path, title: str) -> Run:
         made = {**record, "rows": rows, "corpus": {"name": title}}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"holds a damaged {COMPRESSION}: {error!r}") from None
-    _check_rows(made)
-    return Run(title, folder, _complete(made))
+    check_rows(made)
+    return Run(title, folder, complete(made))
 
 
 def _is_ours(folder: Path) -> bool:
