@@ -35,7 +35,7 @@ from rankwise.lab.experiments.run_folder import BASE, MODEL
 from rankwise.lab.tasks.pretrained import PretrainedConfig
 from rankwise.lab.tasks.sentences import ENCODERS, GlueExperiment
 from rankwise.lab.training.config import TuningConfig
-from rankwise.lab.training.records import surroundings
+from rankwise.surroundings import surroundings
 
 TABLES = ("word_embeddings", "position_embeddings")
 EMBEDDINGS = {

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_page.paper import ENWIK8_SRU
-from results_page.records import cells, read_results
+from results_page.records import read_results
+
+from rankwise.lab.report.comparison import cells
+from rankwise.lab.report.paper import ENWIK8_SRU
 
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 70, 560, 70, 340

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_page.records import TABLE
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
@@ -32,6 +31,7 @@ from rankwise.lab.experiments import pipeline, presets
 from rankwise.lab.experiments.pipeline import Variant
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig
+from rankwise.lab.report import TABLE
 from rankwise.lab.tasks.base import described
 from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment, lighter_dropout
 from rankwise.lab.training import TrainingConfig, Watcher

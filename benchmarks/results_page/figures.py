@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from results_page.records import cells, gate_cells
+from rankwise.lab.report.comparison import cells
+from results_page.records import gate_cells
 from results_page.sections import cluster_parameters
 
 CELL, MARGIN, NAME = 12, 60, 220

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankwise.lab.report import Table
-from results_page.records import BENCHMARKS, cells
+from rankwise.lab.report.comparison import cells
+from results_page.records import BENCHMARKS
 from results_page.sections import BITS, TASKS, latest
 
 Results = Mapping[str, Any]

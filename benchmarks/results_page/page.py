@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rankwise.lab.report import Table, table
+from rankwise.lab.report.comparison import comparison, factorization, measured
+from rankwise.lab.report.paper import ENWIK8_SRU, ENWIK8_TRANSFORMER_XL, WIKITEXT_103, PaperTable
 from results_page import sections
-from results_page.comparison import comparison, factorization, measured
 from results_page.figures import figures_of
-from results_page.paper import ENWIK8_SRU, ENWIK8_TRANSFORMER_XL, WIKITEXT_103, PaperTable
 from results_page.records import BENCHMARKS, gate_cells, is_run
 
 Results = Mapping[str, Any]

@@ -1,51 +1,19 @@
-"""Reading the records of a folder of results: which models of ours were measured, and what each is compared with."""
+"""Reading the records of a folder of results."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rankwise.errors import CheckpointError
 from rankwise.lab.report import FORMATS
+from rankwise.lab.report.comparison import cells
 
-TABLE = "rankwise-table"
-"""Format of a record that is filled cell by cell: `runs`, each the record of an experiment from one base."""
 BENCHMARKS = "benchmarks"
 """The name under which the CSV of all benchmarks is found."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measured model, and the dense model of the same seed that trained as long."""
-
-    row: Mapping[str, Any]
-    seed: int
-    control: Mapping[str, Any] | None
-
-    def lost(self, measure: str) -> float | None:
-        """How much larger its figure on the test text is than the control's."""
-        if self.control is None or self.row is self.control:
-            return None
-        found: float = self.row["test"][measure] / self.control["test"][measure] - 1
-        return found
-
-
-def cells(record: Mapping[str, Any] | None, base: str, name: str) -> list[Cell]:
-    """The models of that name, one per seed, among those from the bases called `base`."""
-    runs = [run for run in (record or {}).get("runs", []) if run["name"] == base]
-    controls = {run["seed"]: row for run in reversed(runs) for row in run["rows"] if row["name"] == "dense"}
-    return [
-        Cell(row, run["seed"], controls.get(run["seed"])) for run in runs for row in run["rows"] if row["name"] == name
-    ]
-
-
-def bases(record: Mapping[str, Any] | None, base: str) -> list[Mapping[str, Any]]:
-    """The dense bases that were trained under that name, in order."""
-    return [run["base"] for run in (record or {}).get("runs", []) if run["name"] == base]
 
 
 def gate_cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

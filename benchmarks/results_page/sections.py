@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.lab.report import MEASURES, Table, spread
-from results_page.paper import FINE_TUNING, TIMING
-from results_page.records import Cell, bases, cells
+from rankwise.lab.report.comparison import Cell, bases, cells
+from rankwise.lab.report.paper import FINE_TUNING, TIMING
 
 Record = Mapping[str, Any]
 BITS = "bits_per_character"

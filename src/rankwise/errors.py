@@ -7,6 +7,7 @@ EXTRAS = {
     "hf": ("transformers>=5.17", "accelerate"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"),
     "eval": ("lm_eval>=0.4.13",),
+    "report": ("altair>=5.5", "vl-convert-python>=1.7", "jinja2"),
 }
 """What each extra of `pyproject.toml` installs, for messages about what is missing."""
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results_page.comparison import VARIANTS
 from results_page.page import KNOWN
-from results_page.records import cells
 
 from rankwise.errors import RankwiseError
+from rankwise.lab.report.comparison import VARIANTS, cells
 
 ROOT = Path(__file__).parents[2]
 import tables  # noqa: E402

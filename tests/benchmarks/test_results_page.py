@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results_page import paper
-from results_page.comparison import comparison, factorization, measured
 from results_page.figures import figures_of
 from results_page.page import page
-from results_page.records import cells, read_results
+from results_page.records import read_results
 from results_page.sections import cluster_parameters, gpu_timing, ten_minutes
 
 from rankwise.errors import CheckpointError
+from rankwise.lab.report import paper
+from rankwise.lab.report.comparison import cells, comparison, factorization, measured
 
 SOURCE = Path(__file__).parents[3] / "shared/paper/structured-pruning-of-large-language-models.tex"
 BITS = "bits_per_character"

@@ -116,7 +116,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
         ),
         (
             ["run", "demo", "--trackers", "tensorbord"],
-            "A tracker must be one of tensorboard, wandb, but is 'tensorbord' instead.",
+            "A tracker must be one of tensorboard, wandb, trackio, but is 'tensorbord' instead.",
         ),
         (
             ["train", "demo", "--trackers", MISSING],

@@ -13,7 +13,8 @@ from rankwise.cli.compress import compress
 from rankwise.cli.evaluate import evaluate
 from rankwise.cli.heal import heal
 from rankwise.cli.plan import plan
-from rankwise.cli.runs import presets, prune, report, sweep, train
+from rankwise.cli.report import report
+from rankwise.cli.runs import presets, prune, sweep, train
 from rankwise.cli.runs import run as run_preset
 from rankwise.cli.saved import bench, export, sample
 from rankwise.cli.tables import wrapped

@@ -46,7 +46,7 @@ class Argument:
     @property
     def key(self) -> str:
         """The attribute of `Options` that holds the value."""
-        return self.name[2:].replace("-", "_") if self.name.startswith("-") else "subject"
+        return self.name.lstrip("-").replace("-", "_") if self.name.startswith("-") else "subject"
 
     @property
     def is_switch(self) -> bool:

@@ -1,4 +1,4 @@
-"""`rankwise run`, `train`, `prune` and `sweep`, which train; `report` and `presets`: what was run, and what can be.
+"""`rankwise run`, `train`, `prune` and `sweep`, which train; `presets`: what can be run.
 
 A command that was stopped goes on from there when it is given again.
 """
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.command import Argument, Options, UsageError, command
 from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
+from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import CONTROL, MEASURES, Table, gather, row_table, spread, table
+from rankwise.lab.report import CONTROL, MEASURES, Table, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 PRESET = Argument("PRESET", "A name that `rankwise presets` lists.")
 TRACKERS = Argument(
-    "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb.", tuple[str, ...], ()
+    "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb, trackio.", tuple[str, ...], ()
 )
 JSON = Argument("--json", "Print the record as JSON.")
 
@@ -91,10 +92,11 @@ def run(options: Options) -> None:
 
     with watching() as watcher:
         record = pipeline.run(options.experiment, folder, watcher=watcher, trackers=options.trackers)
+    page = page_of_run(folder)
     if _show(options, record, table(record)):
         own = _own_row(record, options.experiment.method.name)
         following = "sample" if (folder / own["folder"] / "vocabulary.json").is_file() else "bench"
-        close(f"{_result(own, _dense_row(record))}; all of it is in {folder}.", "rankwise", following, str(folder))
+        close(f"{_result(own, _dense_row(record))}. {page}", "rankwise", following, str(folder))
 
 
 @command(PRESET, CONFIG, _out("runs/PRESET"), TRACKERS, DRY_RUN, JSON, experiment=of_preset)
@@ -197,8 +199,9 @@ def sweep(options: Options) -> None:
 
     with watching() as watcher:
         record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, **grid)
+    page = page_of_run(folder)
     if _show(options, record, table(record)):
-        close(f"{_spread_of(record)}; all of it is in {folder}.", "rankwise", "report", str(folder), "--markdown")
+        close(f"{_spread_of(record)}. {page}", "rankwise", "report", str(folder), "--open")
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
@@ -257,44 +260,6 @@ def _measure(row: Mapping[str, Any]) -> tuple[str, str]:
     """The split and the measure that a sentence tells."""
     split = "test" if row["test"] else "valid"
     return split, next(measure for measure in MEASURES if measure in row[split])
-
-
-def show_table(found: Table) -> None:
-    """Print a table of runs, and its notes."""
-    print_table(found.columns, found.rows, words=("",))
-    for note in found.notes:
-        say(note)
-
-
-@command(
-    Argument(
-        "FOLDER", "The folder of a run, of a sweep, of a pruned model or of records.", required=True, several=True
-    ),
-    Argument("--json", "Print a list of the records as JSON."),
-    Argument("--markdown", "Print tables for a Markdown file."),
-)
-def report(options: Options) -> None:
-    """Show the tables of finished runs and sweeps again.
-
-    Models that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each. Files that
-    hold records, or folders of them, work too.
-
-    example: rankwise report runs/demo --markdown
-    example: rankwise report runs/mine/base runs/mine-70 runs/mine-np
-    """
-    if options.json and options.markdown:
-        raise UsageError("`--json` and `--markdown` exclude each other, but both were given. Leave one out.")
-    records = gather([Path(folder) for folder in options.subject])
-    if options.json:
-        print(json.dumps(list(records.values()), indent=1))
-        return
-    for place, (title, record) in enumerate(records.items()):
-        if len(records) > 1:
-            print(f"{'' if place == 0 else chr(10)}{title}\n")
-        if options.markdown:
-            print(table(record).markdown())
-        else:
-            show_table(table(record))
 
 
 @command(

@@ -10,7 +10,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from rankwise.blockwise import Refinement
 from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
-from rankwise.core.plan import Plan
+from rankwise.core.plan import Plan, Site, get_module
 from rankwise.core.targets import Target, find_target
 from rankwise.deploy.inputs import (
     BYTES_PER_CHARACTER,
@@ -36,7 +36,8 @@ from rankwise.deploy.inputs import (
     positions_of,
     read_windows,
 )
-from rankwise.deploy.save import check_target, save
+from rankwise.deploy.save import COMPRESSION, check_target, save
+from rankwise.deploy.structure import layer_of
 from rankwise.errors import DataError, RankwiseError, first_line
 from rankwise.files import write_json, write_tensors
 from rankwise.latency import size_for
@@ -46,12 +47,15 @@ from rankwise.methods.width import Width
 from rankwise.narrow import oneshot_method
 from rankwise.oneshot import RANKS, Ranks, compress, default_plan
 from rankwise.sizes import plan_for_method, size_account
+from rankwise.surroundings import surroundings
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
 REPEATS = 5
 DOUBTFUL = 1.1
 """Up to this multiple of the dense one's time, the small model may only seem slower: the two did not take turns."""
+COMPRESSED = "rankwise-compressed"
+"""The format of what a compressed folder keeps of its own making."""
 ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 MOST_TOKENS = {"cuda": 4096, "cpu": 1024}
@@ -137,8 +141,8 @@ class Data:
 class Source(ABC):
     """A model to compress: how it is loaded, how it reads a text, and how the small one is saved."""
 
-    name: str
-    """What the user calls it."""
+    name = ""
+    """What a user calls it; empty where nobody has said it."""
 
     @property
     def generates(self) -> bool:
@@ -250,8 +254,7 @@ def compress_folder(
             made = work.attempt(model, best.ranks)
         best, notes = made, source.save(model, made, folder, overwrite)
         refined.remove()
-    for note in notes:
-        listener.say(note)
+    work.finish(folder, source.name, best, notes)
     return best
 
 
@@ -306,7 +309,7 @@ class _Work:
             plan = plan_for_method(model, plan, method)
         if budget.latency_ms is not None:
             budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
-        self.budget = budget
+        self.budget, self.listener = budget, listener
         self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
         # a model may generate its own text, which takes time
@@ -327,6 +330,8 @@ class _Work:
             self.length = data.window
             if data.kept_back:
                 self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
+        self.kept: dict[str, dict[str, Any]] = {}
+        """What each attempt kept of every matrix."""
         self.dense_times = milliseconds(model, self.length)
 
     def default_steps(self, model: nn.Module) -> int:
@@ -344,6 +349,7 @@ class _Work:
         """Compress `model` in place, and measure it."""
         settings = {**self.settings, "ranks": ranks, "refinement": refinement, "refined": refined}
         compress(model, self.budget, in_place=True, **settings)
+        self.kept[ranks] = kept_by_shape(self.settings["plan"].sites, model)
         times = milliseconds(model, self.length) if self.dense_times else {}
         return Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
@@ -353,6 +359,40 @@ class _Work:
             speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
             device=str(self.device),
         )
+
+    def finish(self, folder: Path, name: str, made: Compressed, notes: Sequence[str]) -> None:
+        """Write down what a report reads of a compressed folder, and pass on what a user should read."""
+        # a source may have put the model elsewhere
+        if folder.is_dir():
+            write_json(folder / COMPRESSION, self._record(name, made))
+        for note in notes:
+            self.listener.say(note)
+
+    def _record(self, name: str, made: Compressed) -> dict[str, Any]:
+        device = torch.device(made.device)
+        about = {"format": COMPRESSED, "version": 1, "name": name, "method": self.settings["method"]}
+        about |= {"layout": self.settings["layout"], "allocation": made.ranks}
+        sizes = {**asdict(made), "removed": made.removed, "removed_of_prunable": made.removed_of_prunable}
+        return {**about, **sizes, **self.kept[made.ranks], **surroundings(device)}
+
+
+def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
+    """What a compact model kept of each matrix, read from its layers; biases are not counted.
+
+    `matrices` are parameters before and after. `ranks` are outputs, inputs, components kept and components in all: of
+    rank, or the neurons of a layer that was made narrower.
+    """
+    matrices: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
+    for site in sites:
+        module = get_module(small, site.uses[0])
+        matrices[site.name] = [site.params, sum(p.numel() for p in module.parameters() if p.dim() > 1)]
+        layer, full = layer_of(module), site.pair_rank or min(site.shape)
+        kept = getattr(layer, "rank", getattr(layer, "kept", full))
+        now = getattr(layer, "outputs", site.shape[0]), getattr(layer, "inputs", site.shape[1])
+        narrowed = [pair for pair in zip(now, site.shape, strict=True) if pair[0] != pair[1]]
+        ranks[site.name] = [*site.shape, *(narrowed[0] if narrowed else (min(kept, full), full))]
+    return {"matrices": matrices, "ranks": ranks}
 
 
 def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:

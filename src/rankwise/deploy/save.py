@@ -33,6 +33,8 @@ WEIGHTS = "model.safetensors"
 STRUCTURE = "rankwise.json"
 OF_RUN = ("experiment.json", "vocabulary.json")
 """What stands beside the model of a run."""
+COMPRESSION = "compression.json"
+"""What `rankwise compress` says of a model that it made: sizes, quality and speed, for reports."""
 
 
 def save(
@@ -176,7 +178,7 @@ def check_target(target: Path, overwrite: bool, not_ours: Callable[[Path], str |
 
 
 def _not_ours(folder: Path) -> str | None:
-    own = (WEIGHTS, STRUCTURE, *(OF_RUN if (folder / STRUCTURE).is_file() else ()))
+    own = (WEIGHTS, STRUCTURE, *((*OF_RUN, COMPRESSION) if (folder / STRUCTURE).is_file() else ()))
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
     return f"also holds {others[0]}" if others else None
 

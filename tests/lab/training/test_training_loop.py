@@ -20,9 +20,9 @@ from rankwise.errors import DataError, RankwiseError
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.tasks.language import LanguageModel, Streams, evaluate
 from rankwise.lab.training import Progress, TrainingConfig, fit
-from rankwise.lab.training.loop import TRACKERS
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.run import Run
+from rankwise.lab.training.trackers import TRACKERS
 from tests.lab.training.training_toys import CONFIG, SETTINGS, make_corpus, make_model, pruner_of, run
 
 DENSE = dataclasses.replace(CONFIG, dense_steps=0)

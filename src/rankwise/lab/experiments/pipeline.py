@@ -35,11 +35,12 @@ from rankwise.lab.experiments.run_folder import (
 from rankwise.lab.experiments.variants import DENSE, AnyTask, Context, Part, Row, Variant
 from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
 from rankwise.lab.training import Watcher
-from rankwise.lab.training.loop import check_trackers
 from rankwise.lab.training.records import FORMAT as TRAINED
-from rankwise.lab.training.records import read_json, surroundings, write_file
+from rankwise.lab.training.records import read_json, write_file
+from rankwise.lab.training.trackers import check_trackers
 from rankwise.latency import SLOWER, meet_latency
 from rankwise.measure import time_together
+from rankwise.surroundings import surroundings
 
 CONTROL = "control"
 """The row of the control, where the base is called dense."""

@@ -29,7 +29,8 @@ from rankwise.lab.experiments.run_folder import (
     read_experiment,
     refuse_sweep,
 )
-from rankwise.lab.training.records import read_json, surroundings, write_file
+from rankwise.lab.training.records import read_json, write_file
+from rankwise.surroundings import surroundings
 
 PRETRAINED = "config.json"
 """The file that marks a folder of transformers."""

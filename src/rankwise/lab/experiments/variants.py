@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rankwise.core.budget import Budget, SizeReport, count
-from rankwise.core.plan import Site, get_module
+from rankwise.deploy.compress import kept_by_shape
 from rankwise.lab.experiments.run_folder import (
     BASE,
     CHECKPOINTS,
@@ -301,25 +301,19 @@ class SizesAlongRamp:
 
 
 def kept_by_gates(pruner: Pruner, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Parameters of each matrix, before and after; and how the gates of the first and the last matrix decided.
+    """What was kept of each matrix (see `kept_by_shape`), and how the gates of the first and the last one decided.
 
     `lines` are the metrics of the training.
     """
     counts = pruner.controller.num_kept(pruner.limit)
-    triples = zip(pruner.plan.sites, pruner.account.curves, counts, strict=True)
-    found: dict[str, Any] = {"matrices": {site.name: [site.params, curve(k)] for site, curve, k in triples}}
+    triples = list(zip(pruner.plan.sites, pruner.account.curves, counts, strict=True))
+    found: dict[str, Any] = {
+        "matrices": {site.name: [site.params, curve(k)] for site, curve, k in triples},
+        "ranks": {site.name: [*site.shape, k, curve.num_components] for site, curve, k in triples},
+    }
     lines = [line for line in lines if GATES in line]
     if lines:
         shown = dict.fromkeys((pruner.plan.sites[0].name, pruner.plan.sites[-1].name))
         histograms = {name: [line[GATES][name] for line in lines] for name in shown}
         found["gates"] = {"steps": [line["step"] for line in lines], "histograms": histograms}
     return found
-
-
-def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
-    """Parameters of each matrix, before and after, as the compact model has them; biases are not counted."""
-
-    def kept(site: Site) -> int:
-        return sum(p.numel() for p in get_module(small, site.uses[0]).parameters() if p.dim() > 1)
-
-    return {"matrices": {site.name: [site.params, kept(site)] for site in sites}}

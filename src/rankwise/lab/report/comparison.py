@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rankwise.lab.report import MEASURES, Table, spread
-from results_page.paper import FACTORIZATION, PaperTable
-from results_page.records import Cell, bases, cells
+from rankwise.lab.report.found import Run
+from rankwise.lab.report.models import Model
+from rankwise.lab.report.paper import FACTORIZATION, LANGUAGE_MODELS, PaperTable
+from rankwise.lab.report.tables import MEASURES, Table, spread
 
 VARIANTS = (
     ("fac, from scratch", "fac", "fac-{}-scratch"),
@@ -26,8 +28,41 @@ VARIANTS = (
 DIGITS = {"bits_per_character": (".2f", ".4f"), "perplexity": (".1f", ".2f")}
 """As the paper prints a measure, and as we do."""
 
+OURS = 5
+"""The column of a comparison in which our figures begin."""
+
 Source = tuple[Mapping[str, Any] | None, str]
 """A record, and the name of a base in it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured model, and the dense model of the same seed that trained as long."""
+
+    row: Mapping[str, Any]
+    seed: int
+    control: Mapping[str, Any] | None
+
+    def lost(self, measure: str) -> float | None:
+        """How much larger its figure on the test text is than the control's."""
+        if self.control is None or self.row is self.control:
+            return None
+        found: float = self.row["test"][measure] / self.control["test"][measure] - 1
+        return found
+
+
+def cells(record: Mapping[str, Any] | None, base: str, name: str) -> list[Cell]:
+    """The models of that name, one per seed, among those from the bases called `base`."""
+    runs = [run for run in (record or {}).get("runs", []) if run["name"] == base]
+    controls = {run["seed"]: row for run in reversed(runs) for row in run["rows"] if row["name"] == "dense"}
+    return [
+        Cell(row, run["seed"], controls.get(run["seed"])) for run in runs for row in run["rows"] if row["name"] == name
+    ]
+
+
+def bases(record: Mapping[str, Any] | None, base: str) -> list[Mapping[str, Any]]:
+    """The dense bases that were trained under that name, in order."""
+    return [run.get("base") for run in (record or {}).get("runs", []) if run["name"] == base]
 
 
 def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> Table:
@@ -59,6 +94,30 @@ def comparison(paper: PaperTable, own: Source, plain: Source, measure: str) -> T
         "ours: parameters", f"ours: valid {unit}", f"ours: test {unit}", "ours: lost",
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(_notes(own, plain, measure)))
+
+
+def paper_tables(runs: Iterable[Run]) -> Iterator[tuple[str, Table]]:
+    """(title, table) of each table of the paper that some of these runs belong to, ours beside the paper's."""
+    runs = list(runs)
+    for paper, measure in LANGUAGE_MODELS.items():
+        own = [_in_cells(run, "own") for run in runs if paper.is_of(run.experiment)]
+        plain = [_in_cells(run, "plain") for run in runs if paper.is_of(run.experiment, plain=True)]
+        if own or plain:
+            table = comparison(paper, ({"runs": own}, "own"), ({"runs": plain}, "plain"), measure)
+            if not any(row[OURS] for row in table.rows):
+                continue
+            yield paper.title, replace(table, notes=tuple(note for note in table.notes if note.startswith("\\*")))
+
+
+def _in_cells(run: Run, name: str) -> dict[str, Any]:
+    """The record of a run with rows named by method and percentage, as in a table of results."""
+    rows = []
+    for row in run.rows:
+        model = Model(run, row)
+        # only what the run was asked for is a cell: a model of another size is none
+        level = model.level if row["name"] == model.series else None
+        rows.append({**row, "name": row["name"] if level is None else f"{row['name']}-{level:g}"})
+    return {**run.record, "name": name, "seed": run.seed, "rows": rows}
 
 
 def measured(own: Source, levels: Iterable[int], measure: str) -> Table:
@@ -119,15 +178,15 @@ def _notes(own: Source, plain: Source, measure: str) -> Iterable[str]:
     if any(row["nonzeros"] for run in (own[0] or {}).get("runs", []) for row in run["rows"]):
         yield "\\* unstructured: non-zero parameters are counted, the matrices keep their shape."
     for record, name in (own, plain):
-        found = bases(record, name)
-        if not found:
+        found = [base for base in bases(record, name) if base is not None]
+        experiment = next((run["experiment"] for run in (record or {}).get("runs", []) if run["name"] == name), None)
+        if not found or not experiment or not experiment.get("base"):
             continue
-        experiment = next(run["experiment"] for run in (record or {})["runs"] if run["name"] == name)
         yield (
             f"`{name}`: {found[0]['steps']:,} steps of the dense base, whose learning rate follows the schedule "
             f"*{experiment['base']['schedule']}*, then {experiment['training']['steps']:,} of every row"
             + (", the dense control too" if cells(record, name, "dense") else "")
-            + f"; sizes are reached after {experiment['method']['anneal_steps']:,}"
+            + f"; sizes are reached after {experiment['method'].get('anneal_steps', 0):,}"
             + _dropout(record, name, experiment["model"]["dropout"])
             + "; the base on validation text: "
             + ", ".join(format(base["valid"][measure], DIGITS[measure][1]) for base in found)

@@ -34,6 +34,8 @@ MODELS = "rankwise-models"
 """The format of a record of models that were pruned one by one."""
 FORMATS = ("rankwise-experiment", "rankwise-sweep", MODELS)
 """The formats of records that have a table."""
+TABLE = "rankwise-table"
+"""The format of a record that is filled cell by cell: `runs`, each the record of an experiment from one base."""
 REMEDY = "Give a folder that `rankwise run`, `sweep` or `prune` wrote to; where it was stopped, run it again."
 
 
@@ -55,8 +57,8 @@ class Table:
 def row_table(row: Mapping[str, Any]) -> Table:
     """The table of a single model: its size, and its quality on both splits."""
     shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
-    figures = [(split, measure) for split in SPLITS for measure in _measures(row[split])]
-    columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES[m]}" for s, m in figures))
+    figures = [(split, measure) for split in SPLITS for measure in measures_of(row[split])]
+    columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES.get(m, m)}" for s, m in figures))
     cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
     return Table(columns, ((row["name"], f"{row['parameters']:,}", *cells),))
 
@@ -64,7 +66,7 @@ def row_table(row: Mapping[str, Any]) -> Table:
 def table(record: Mapping[str, Any]) -> Table:
     """The table of a run, or of a sweep, which has means over seeds and their spread."""
     runs = record.get("runs", [record])
-    measures = _measures(runs[0]["rows"][0]["test"])
+    measures = measures_of(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
     shares = list(SHARES) if any(map(_asks_of_prunable, runs)) else ["removed"]
@@ -72,13 +74,17 @@ def table(record: Mapping[str, Any]) -> Table:
     timed = all("milliseconds" in row for group in found.values() for row in group)
     rows = []
     for name, group in found.items():
-        lost = _lost(runs, name, measures[0])
+        lost = _lost(runs, name, measures[0]) if measures else []
         rows.append(
             (
                 name,
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
                 *(f"{group[0][share]:.1%}" for share in shares),
-                *(spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),
+                *(
+                    spread([row[split][m] for row in group if row[split] and m in row[split]])
+                    for split in SPLITS
+                    for m in measures
+                ),
                 spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
                 *(_times(group) if timed else ()),
             )
@@ -90,7 +96,7 @@ def table(record: Mapping[str, Any]) -> Table:
         notes.append(f"rows that learn from {CONTROL} are compared with {TAUGHT}: a dense model that does so too")
     columns = (
         "", "parameters", *(SHARES[share] for share in shares),
-        *(f"{split} {MEASURES[m]}" for split in SPLITS for m in measures),
+        *(f"{split} {MEASURES.get(m, m)}" for split in SPLITS for m in measures),
         "against dense", *(("ms per window", "speed") if timed else ()),
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(notes))
@@ -102,8 +108,10 @@ def _asks_of_prunable(run: Mapping[str, Any]) -> bool:
     return budget.get("of") == "prunable" and any(len({row[share] for share in SHARES}) > 1 for row in run["rows"])
 
 
-def _measures(quality: Mapping[str, Any]) -> list[str]:
-    return [measure for measure in MEASURES if measure in quality]
+def measures_of(quality: Mapping[str, Any]) -> list[str]:
+    """The measures of a row's quality that are shown, ours first; one that has no words here is named by itself."""
+    known = [name for name in MEASURES if isinstance(quality.get(name), int | float)]
+    return known or [name for name, value in quality.items() if isinstance(value, float) and name != "loss"]
 
 
 def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -143,7 +151,7 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
     """The records that these paths hold, by title. Models that were pruned one by one share a record."""
     found: dict[str, Any] = {}
     # folders of models of one method and their rows: what `rankwise prune` wrote, or parts of a run
-    models = [path for path in paths if (path / EXPORT).is_file() and "rows" in _read(path / EXPORT)]
+    models = [path for path in paths if (path / EXPORT).is_file() and "rows" in read_json(path / EXPORT)]
     for path in paths:
         if path not in models:
             found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
@@ -154,7 +162,7 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _record_of_models(folders: Sequence[Path]) -> dict[str, Any]:
     """A record whose rows are models that were pruned one by one, the dense ones first."""
-    found = {folder: _read(folder / EXPORT) for folder in folders}
+    found = {folder: read_json(folder / EXPORT) for folder in folders}
     for folder, export in found.items():
         if export["of"].get("corpus") != found[folders[0]]["of"].get("corpus"):
             raise CheckpointError(
@@ -173,19 +181,20 @@ def _records_at(path: Path) -> dict[Path, Any]:
     if not path.exists() or any((path / name).exists() for name in (RECORD, EXPERIMENT)):
         if not (path / RECORD).is_file():
             raise CheckpointError(f"A finished run must hold {RECORD}, but {path} does not. {REMEDY}")
-        record = _read(path / RECORD)
+        record = read_json(path / RECORD)
         if record.get("format") not in FORMATS:
             form = record.get("format")
             raise CheckpointError(f"{path / RECORD} must be the record of a whole run, but is a {form!r}. {REMEDY}")
         return {path: record}
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    found = {file: content for file in files if (content := _read(file)).get("format") in FORMATS}
+    found = {file: content for file in files if (content := read_json(file)).get("format") in FORMATS}
     if not found:
         raise CheckpointError(f"A report must be of runs or of pruned models, but {path} holds none of them. {REMEDY}")
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:

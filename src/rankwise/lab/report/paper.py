@@ -5,8 +5,9 @@ Paper: "Structured Pruning of Large Language Models", sections 5 and 6. Sizes ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Figure:
     value: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaperTable:
     """What became of one dense model at several sizes."""
 
@@ -27,11 +28,33 @@ class PaperTable:
     """By (percent removed, method)."""
     own_dense: Mapping[str, Figure | None]
     """Methods that were not pruned from `dense`, and what they were pruned from; None where that is not printed."""
+    of: Mapping[str, Any]
+    """The corpus and the model, as an experiment of ours describes them."""
+    plain_width: int | None = None
+    """The width of the model without factorization that np-l0 prunes."""
 
     def lost(self, level: int, method: str) -> float | None:
         """How much larger the figure is than that of the dense model it came from."""
         found, dense = self.rows.get((level, method)), self.own_dense.get(method, self.dense)
         return None if found is None or dense is None else found.value / dense.value - 1
+
+    def points(self) -> Iterator[tuple[str, str, float, float]]:
+        """(method, what was removed, parameters, figure) of every model."""
+        yield "dense", "", _parameters(self.dense), self.dense.value
+        for (level, method), figure in self.rows.items():
+            yield method, f"{level}% of prunable", _parameters(figure), figure.value
+
+    def is_of(self, experiment: Mapping[str, Any], *, plain: bool = False) -> bool:
+        """Whether an experiment trains this very model on this very text; `plain`: the one without factorization."""
+        model = experiment.get("model") or {}
+        corpus = experiment.get("corpus") or {}
+        found = {**model, "corpus": corpus.get("name") if isinstance(corpus, Mapping) else None}
+        wanted = {**self.of, "width": self.plain_width, "rank": None} if plain else self.of
+        return all(found.get(key) == value for key, value in wanted.items()) and (not plain or bool(self.plain_width))
+
+
+def _parameters(figure: Figure) -> float:
+    return 1e6 * float(figure.size.removesuffix("M"))
 
 
 def _rows(level: int, **figures: tuple[str, float]) -> dict[tuple[int, str], Figure]:
@@ -50,6 +73,8 @@ ENWIK8_SRU = PaperTable(
     | _rows(80, fac=("8M", 1.38), agp=("8M", 1.29), np_l0=("8M", 1.34), flop_agp=("8M", 1.29), flop_l0=("8M", 1.27))
     | _rows(90, fac=("4M", 1.47), agp=("4M", 1.35), np_l0=("4M", 1.43), flop_agp=("4M", 1.34), flop_l0=("4M", 1.33)),
     own_dense={"np-l0": PLAIN_SMALL},
+    of={"corpus": "enwik8", "architecture": "sru", "num_layers": 6, "width": 3056, "rank": 512},
+    plain_width=1536,
 )
 ENWIK8_TRANSFORMER_XL = PaperTable(
     title="Transformer-XL",
@@ -57,6 +82,7 @@ ENWIK8_TRANSFORMER_XL = PaperTable(
     rows=_rows(80, fac=("8M", 1.20), agp=("8M", 1.14), flop_agp=("8M", 1.17), flop_l0=("8M", 1.13))
     | _rows(90, flop_agp=("4M", 1.25), flop_l0=("4M", 1.17)),
     own_dense={},
+    of={"corpus": "enwik8", "architecture": "transformer-xl", "num_layers": 12, "width": 512, "inner": 2048},
 )
 WIKITEXT_103 = PaperTable(
     title="SRU on WikiText-103",
@@ -71,7 +97,15 @@ WIKITEXT_103 = PaperTable(
         80, fac=("21M", 35.2), agp=("20M", 32.6), np_l0=("18M", 39.1), flop_agp=("21M", 31.3), flop_l0=("21M", 31.9)
     ),
     own_dense={"np-l0": None},
+    of={"corpus": "wikitext-103", "architecture": "sru", "num_layers": 12, "width": 2048, "rank": 512},
+    plain_width=1184,
 )
+LANGUAGE_MODELS = {
+    ENWIK8_SRU: "bits_per_character",
+    ENWIK8_TRANSFORMER_XL: "bits_per_character",
+    WIKITEXT_103: "perplexity",
+}
+"""The tables of language models, and the measure of each."""
 FACTORIZATION: Mapping[str, tuple[Figure, Mapping[int, float]]] = {
     "NP-L0, small": (PLAIN_SMALL, {70: 1.31, 80: 1.34, 85: 1.37, 90: 1.43}),
     "NP-L0, large": (PLAIN_LARGE, {70: 1.28, 80: 1.31, 85: 1.32, 90: 1.37}),
@@ -92,3 +126,10 @@ TIMING: Mapping[tuple[str, int], tuple[float, float]] = {
     ("txl", 90): (0.82, 1.6),
 }
 """Seconds on a CPU, and how much faster than dense (0.39 s and 1.33 s)."""
+
+
+def paper_of(experiment: Mapping[str, Any]) -> PaperTable | None:
+    """The table of the paper that an experiment is of."""
+    return next(
+        (table for table in LANGUAGE_MODELS if table.is_of(experiment) or table.is_of(experiment, plain=True)), None
+    )

@@ -1,0 +1,151 @@
+"""`rankwise report` writes a page, pictures and tables; `run` and `sweep` write theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rankwise.cli import report
+from rankwise.cli.app import run
+from rankwise.lab.report import page as pages
+from tests.cli.cli_toys import words
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line about a mistake."""
+    capsys.readouterr()
+    assert run([str(word) for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_run_ends_with_its_page(finished: Path) -> None:
+    html = (finished / "report.html").read_text()
+    record = json.loads((finished / "record.json").read_text())
+    assert html.startswith("<!doctype html>")
+    assert all(f"{row['parameters']:,}" in html for row in record["rows"])
+
+
+def test_a_page_that_is_there_is_not_made_again(
+    place: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pages, "make_page", None)
+    assert run(["run", "demo", *words(place), "--out", str(finished)]) == 0
+    assert f"All of it is in {finished}: report.html, record.json" in capsys.readouterr().out
+
+
+def test_without_its_packages_a_run_still_ends_well(
+    place: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(finished, tmp_path / "copy"))
+    (copy / "report.html").unlink()
+    monkeypatch.setattr(pages, "find_spec", lambda name: None)
+    assert run(["run", "demo", *words(place), "--out", str(copy)]) == 0
+    assert "No report.html: A page needs altair and jinja2 and vl_convert" in capsys.readouterr().out
+    assert not (copy / "report.html").exists()
+    line = refusal(capsys, "report", copy, "-o", tmp_path / "page.html")
+    assert "A page needs altair" in line and "pip install" in line
+
+
+def test_a_page_is_written_where_it_was_asked_for_and_what_is_missing_is_said(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "there" / "page.html"
+    capsys.readouterr()
+    assert run(["report", str(finished), str(tmp_path / "gone"), "-o", str(file)]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"The page is in {file}.\n"
+    assert told.err.startswith("Not shown: ") and "gone does not exist." in told.err
+    assert "gone</code> does not exist." in file.read_text()
+
+
+def test_the_page_is_opened_in_the_browser(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(report.webbrowser, "open", opened.append)
+    monkeypatch.chdir(tmp_path)
+    assert run(["report", str(finished), "--open"]) == 0
+    assert opened == [(tmp_path / "report.html").as_uri()]
+
+
+def test_figures_are_written_as_pictures_without_a_page(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["report", str(finished), "--svg", "figures", "--png", "figures"]) == 0
+    names = {file.name for file in (tmp_path / "figures").iterdir()}
+    assert {"quality.svg", "quality.png", "loss.svg", "gates-1.svg", "network.svg"} <= names
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ("-o", tmp_path / "page.html")
+    assert "but gone does not exist" in refusal(capsys, "report", tmp_path / "gone", *page)
+    assert f"`-o` must be a file, but {tmp_path} is a folder" in refusal(capsys, "report", finished, "-o", tmp_path)
+    assert "`--json` prints tables" in refusal(capsys, "report", finished, *page, "--json")
+    assert "`-o` needs a value" in refusal(capsys, "report", finished, "-o")
+    (tmp_path / "file").write_text("")
+    assert "failed" in refusal(capsys, "report", finished, "-o", tmp_path / "file" / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def unfinished(finished: Path, folder: Path) -> Path:
+    """A run whose last model is still being made."""
+    shutil.copytree(finished, folder)
+    for name in ("record.json", "fac/record.json", "fac/export.json"):
+        (folder / name).unlink()
+    return folder
+
+
+def test_a_page_is_kept_fresh_until_the_run_is_finished(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "WATCH_SECONDS", 0.01)
+    copy, file = tmp_path / "copy", tmp_path / "page.html"
+    seen: list[str] = []
+
+    def go_on() -> None:
+        # the folder is not there at first; then the run goes on, and ends
+        time.sleep(0.3)
+        unfinished(finished, tmp_path / "hidden").rename(copy)
+        while not file.exists():
+            time.sleep(0.01)
+        seen.append(file.read_text())
+        shutil.copy(finished / "record.json", copy / "record.json")
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert run(["report", str(copy), "--watch", "-o", str(file)]) == 0
+    thread.join()
+    assert " data-live>" in seen[0] and "is not finished" in seen[0]
+    assert " data-live>" not in file.read_text() and "is not finished" not in file.read_text()
+    told = capsys.readouterr()
+    assert told.err.startswith("Waiting: ")
+    assert told.out == f"The page is in {file}.\n"
+
+
+def test_ctrl_c_ends_watching_and_leaves_a_page_that_stands_still(finished: Path, tmp_path: Path) -> None:
+    copy, file = unfinished(finished, tmp_path / "copy"), tmp_path / "page.html"
+    # a program that was started in the background ignores Ctrl-C, and so does what it starts
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from rankwise.cli import main; "
+    words = ["report", str(copy), "--watch", "-o", str(file)]
+    command = [sys.executable, "-c", f"{begin}main({words!r})"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not file.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out == f"The page is in {file}.\n"
+    assert " data-live>" not in file.read_text()
