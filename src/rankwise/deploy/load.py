@@ -5,7 +5,7 @@ Everything that a folder says is checked before the skeleton changes.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankwise.adapters import families
+from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
-from rankwise.deploy.architectures import build, from_description
-from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, WEIGHTS, dtype_name
+from rankwise.deploy.architectures import build, building_at_most, from_description
+from rankwise.deploy.save import FORMAT, OF_RUN, OLD, STRUCTURE, WEIGHTS, dtype_name, left_beside
 from rankwise.deploy.structure import (
     Head,
     Layer,
     SavedLayers,
     Slot,
+    check_masks,
     checking,
     damaged,
     layer_of,
@@ -31,14 +33,18 @@ from rankwise.deploy.structure import (
     slots,
     walk,
 )
-from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from rankwise.files import FILES, check_file
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, first_line
+from rankwise.files import FILES, check_file, identity, read_json, read_whole, reason
 from rankwise.modules import embedding, joined
 from rankwise.split import splitting
 from rankwise.swap import become
 
 SHOWN = 5
 """Differences that an error names."""
+SPARE_TENSORS = 4
+"""Tensors that are registered for every saved one while a dense model is made, at most."""
+SPARE_NUMBERS, FEW_NUMBERS = 100, 1 << 26
+"""Numbers of fresh weights for every saved number, at most, where they are not few."""
 
 
 def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
@@ -53,20 +59,23 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
-    return _Folder(Path(folder), verify).load(skeleton, with_weights=True)
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify).load(skeleton, with_weights=True))
 
 
 def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
     """The model that was saved in `folder` on the meta device: its layers, dtypes and ties, but no weights.
 
-    Its architecture must be one of rankwise's own. The file of weights is not read.
+    Its architecture must be one of rankwise's own. Of the file of weights only names and shapes are read.
     """
-    return _Folder(Path(folder), verify=True).load(None, with_weights=False)
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify=True).load(None, with_weights=False))
 
 
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The dense model that a saved one of ours was pruned from, with fresh weights: as large and as slow."""
-    return _Folder(Path(folder), verify=True).dense_model()
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify=True).fresh_model())
 
 
 class _Folder:
@@ -74,6 +83,7 @@ class _Folder:
 
     def __init__(self, path: Path, verify: bool) -> None:
         self.path, self.structure, self.weights = path, path / STRUCTURE, path / WEIGHTS
+        self.identity = identity(path)
         entry = self._read_json()
         if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
             raise CheckpointError(
@@ -93,18 +103,54 @@ class _Folder:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(self.structure, error) from None
         self.dense: dict[str, Any] | None = entry.get("dense")
+        self._check_shapes()
+        try:
+            check_masks(self.layers.values(), [shape for _, shape in self.tensors.values()])
+        except CheckpointError as error:
+            raise damaged(self.structure, error) from None
 
     def _read_json(self) -> Any:
         for path in (self.structure, self.weights):
             if not path.is_file():
+                old = [entry for entry in left_beside(self.path) if entry.name.endswith(OLD)]
+                remedy = "Give a folder that `rankwise.save` wrote."
+                if old and not self.path.exists():
+                    remedy = f"A save was killed while it took the place of {old[0]}: rename that to {self.path}."
                 raise CheckpointError(
-                    f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {self.path} has no {path.name}. "
-                    "Give a folder that `rankwise.save` wrote."
+                    f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {self.path} has no {path.name}. {remedy}"
                 )
         try:
-            return json.loads(self.structure.read_bytes())
-        except (ValueError, RecursionError, OSError) as error:
-            raise damaged(self.structure, error) from None
+            return read_json(self.structure)
+        except (ValueError, OSError) as error:
+            raise damaged(self.structure, reason(error)) from None
+
+    def _check_shapes(self) -> None:
+        """Refuse shapes that are not those of the file of weights: what they ask for is bounded by its bytes."""
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            self._check_files()
+            raise damaged(self.weights, error) from None
+        for name in sorted(found.keys() | self.tensors.keys()):
+            one, other = found.get(name, "missing"), self.tensors[name][1] if name in self.tensors else "nothing"
+            if one != other:
+                self._check_files()
+                raise damaged(self.weights, f"{name} is {one}, but {STRUCTURE} says {other}")
+
+    def _check_files(self) -> None:
+        for name in self.files:
+            with checking(self.path / name):
+                check_file(self.path / name, self.files)
+
+    def fresh_model(self) -> nn.Module:
+        """The dense model with weights of its own, unless it is out of all proportion to what was saved."""
+        with torch.device("meta"):
+            number = count(self.dense_model())
+        saved = sum(math.prod(shape) for _, shape in self.tensors.values())
+        if number > max(SPARE_NUMBERS * saved, FEW_NUMBERS):
+            raise damaged(self.structure, f"{saved:,} numbers were saved of a dense model of {number:,}")
+        return self.dense_model()
 
     def dense_model(self) -> nn.Module:
         if self.dense is None:
@@ -113,9 +159,11 @@ class _Folder:
                 "Build the dense model and pass it: load(folder, build())."
             )
         try:
-            return build(from_description(self.dense))
-        except (CheckpointError, TypeError) as error:
-            raise damaged(self.structure, error) from None
+            with building_at_most(SPARE_TENSORS * (1 + len(self.tensors) + len(self.tied))):
+                return build(from_description(self.dense))
+        # a description may ask for anything
+        except Exception as error:
+            raise damaged(self.structure, first_line(error)) from None
 
     def load(self, skeleton: nn.Module | None, *, with_weights: bool) -> nn.Module:
         if skeleton is None:
@@ -170,9 +218,7 @@ class _Folder:
 
     def _read_tensors(self, places: list[Slot]) -> dict[str, Tensor]:
         """The saved tensors by name, which must be those that the folder lists, and fit where they go."""
-        for name in self.files:
-            with checking(self.path / name):
-                check_file(self.path / name, self.files)
+        self._check_files()
         try:
             with safe_open(self.weights, framework="pt") as file:
                 # a tensor as it comes is a window on the file, which may change later
@@ -184,6 +230,8 @@ class _Folder:
             one, other = found.get(name, "missing"), self.tensors.get(name, "nothing")
             if one != other:
                 raise damaged(self.weights, f"{name} is {one}, but {STRUCTURE} says {other}")
+        if identity(self.path) != self.identity:
+            raise damaged(self.path, "another model took its place while it was read")
         for slot in places:
             if wrong := misfit(slot.name.rpartition(".")[0], slot.module, slot.key, values[self._stored_as(slot)]):
                 raise damaged(self.weights, wrong)

@@ -8,8 +8,9 @@ and bias), which pruning never changes, and a form (one matrix, two factors, sel
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +27,8 @@ from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding
 VERSION = 2
 """The version of both formats; earlier ones had no checksums."""
 ENTRY = "The `quantization_config` in config.json"
+LONGEST_MASK = 1 << 26
+"""Entries of a mask where nothing is known of the weights."""
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
@@ -36,6 +39,11 @@ class Layer(ABC):
     """One layer of a compact model. Its fields are what is written of it."""
 
     kind: ClassVar[str]
+
+    @property
+    def mask_size(self) -> int:
+        """The length of the mask of inputs, or of the order of outputs, that is stored with the weights; 0: none."""
+        return 0
 
     @property
     @abstractmethod
@@ -84,6 +92,10 @@ class PivotPair(LowRankLinear):
 
     kind, pivot = "pivot_linear", True
 
+    @property
+    def mask_size(self) -> int:
+        return self.outputs
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selected(Linear):
@@ -92,8 +104,12 @@ class Selected(Linear):
     kind = "selected_linear"
     kept: int
 
+    @property
+    def mask_size(self) -> int:
+        return self.inputs
+
     def build(self, like: Tensor, find: Find) -> nn.Module:
-        mask = torch.arange(self.inputs, device=None if like.is_meta else like.device) < self.kept
+        mask = torch.arange(self.inputs, dtype=torch.int32, device=None if like.is_meta else like.device) < self.kept
         bias = _waiting(like, self.outputs) if self.bias else None
         return SelectedLinear(_waiting(like, self.outputs, self.kept), mask, bias)
 
@@ -124,6 +140,10 @@ class PivotHead(Head):
     """The same with a `rankwise.modules.PivotLinear` of its own as projection."""
 
     kind, pivot = "pivot_head", True
+
+    @property
+    def mask_size(self) -> int:
+        return self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +180,10 @@ class PivotEmbedding(LowRankEmbedding):
 
     kind, pivot = "pivot_embedding", True
 
+    @property
+    def mask_size(self) -> int:
+        return self.width
+
 
 _LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
 KINDS: dict[str, type[Layer]] = {layer.kind: layer for layer in (*_LINEAR, Embedding, LowRankEmbedding, PivotEmbedding)}
@@ -178,6 +202,22 @@ def _factor(
         return linear(_waiting(like, outputs, inputs), offset)
     places = torch.arange(outputs, dtype=torch.int32, device=None if like.is_meta else like.device)
     return PivotLinear(_waiting(like, outputs - inputs, inputs), places, offset)
+
+
+def check_masks(layers: Iterable[Layer], shapes: Iterable[Sequence[int]] | None) -> None:
+    """Refuse masks that no saved tensor has the length of: unlike weights, they take memory before they are read.
+
+    `shapes` are those of the saved tensors; None where they are not known.
+    """
+    known = () if shapes is None else shapes
+    longest = max(
+        (n for shape in known if math.prod(shape) for n in shape), default=LONGEST_MASK if shapes is None else 0
+    )
+    for layer in layers:
+        if layer.mask_size > longest:
+            raise CheckpointError(
+                f"a {layer} needs {layer.mask_size:,} numbers, but no tensor has more than {longest:,}"
+            )
 
 
 class Slot(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.errors import CheckpointError
+from rankwise.files import read_json, reason
 
 MEASURES = {
     "bits_per_character": "bits per character",
@@ -175,9 +175,10 @@ def _records_at(path: Path) -> dict[Path, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}. {REMEDY}") from error
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        why = reason(error)
+        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {why}. {REMEDY}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is no object. {REMEDY}")
     return content

@@ -18,6 +18,7 @@ from torch import Tensor
 from rankwise.deploy.export.check import Exported, Format, Runner, as_flat_numpy, imported
 from rankwise.deploy.export.program import Captured, flatten, one_line_errors, quiet
 from rankwise.errors import CheckpointError, first_line
+from rankwise.files import parse_json
 
 __all__ = ["FORMATS", "Exported", "Format", "Runner", "onnx", "openvino", "pt2"]
 
@@ -175,7 +176,7 @@ class Pt2(Format):
         file, extra = self.found(path), {NAMES: ""}
         with quiet(), one_line_errors(f"{file} must run in this torch, but it says"):
             module: Any = torch.export.load(file, extra_files=extra).module()
-        outputs = json.loads(extra[NAMES])
+        outputs = parse_json(extra[NAMES])
 
         def run(**given: Any) -> dict[str, Tensor]:
             with torch.inference_mode():

@@ -184,7 +184,13 @@ def load_run(folder: Path) -> Exported:
     vocabulary = read_vocabulary(saved.folder)
     if vocabulary is None:
         raise _unfinished(saved.folder)
-    return Exported(saved.folder, load(saved.path).eval(), vocabulary)
+    model: Any = load(saved.path).eval()
+    if model.config.num_words != len(vocabulary):
+        raise CheckpointError(
+            f"A model must have as many words as its vocabulary, but in {saved.folder} it has "
+            f"{model.config.num_words:,} and {VOCABULARY} {len(vocabulary):,}. Take both from the same run."
+        )
+    return Exported(saved.folder, model, vocabulary)
 
 
 def find_run(folder: Path) -> SavedModel:

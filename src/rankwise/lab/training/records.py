@@ -20,7 +20,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from rankwise.errors import CheckpointError
-from rankwise.files import reason, write_json
+from rankwise.files import parse_json, reason, write_json
+from rankwise.files import read_json as read_content
 from rankwise.version import VERSION
 
 FORMAT, FORMAT_VERSION = "rankwise-run", 1
@@ -82,7 +83,7 @@ class RunFolder:
         # only a line that ends is complete
         for number, line in enumerate(self.metrics.read_bytes().split(b"\n")[:-1], 1):
             try:
-                content: dict[str, Any] = json.loads(line)
+                content: dict[str, Any] = parse_json(line)
                 is_metrics = type(content["step"]) is int
             except (ValueError, KeyError, TypeError):
                 is_metrics = False
@@ -122,11 +123,11 @@ def unwritable(folder: Path, error: OSError) -> CheckpointError:
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
     """The content of a JSON file, which must hold these keys; None where there is no file."""
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        content = read_content(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise foreign_file(path, f"cannot be read: {error}") from error
+        raise foreign_file(path, f"cannot be read: {reason(error)}") from error
     if not isinstance(content, dict):
         raise foreign_file(path, f"is a {type(content).__name__}")
     for key in keys:
