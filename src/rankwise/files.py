@@ -10,7 +10,6 @@ memory and time than its bytes justify.
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import json
 import math
@@ -219,21 +218,16 @@ def sync(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step, so that neither is ever missing; False where no such call exists.
+    """Exchange the names of two folders in one step, so that neither is ever missing; False where that fails.
 
-    Linux and macOS have it, on all file systems in common use but NFS.
+    Linux and macOS can, on all file systems in common use but NFS.
     """
     name, before, after = ("renamex_np", (), (2,)) if sys.platform == "darwin" else ("renameat2", (-100,), (2,))
-    call = getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform != "win32" else None
+    call = getattr(ctypes.CDLL(None), name, None) if sys.platform != "win32" else None
     if call is None:
         return False
     # -100: paths are relative to the working directory; 2: exchange
-    if call(*before, os.fsencode(one), *before, os.fsencode(other), *after) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
+    return bool(call(*before, os.fsencode(one), *before, os.fsencode(other), *after) == 0)
 
 
 @contextmanager

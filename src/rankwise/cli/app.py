@@ -25,7 +25,7 @@ COMMANDS = {
     )
 }  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-"""Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""
+"""Exit codes: the user's mistake, the machine's, Ctrl-C (SIGTERM: 143), and a reader of our output that went away."""
 STOPPED = "Stopped; run the same command again to go on."
 
 
@@ -69,7 +69,8 @@ def _run(arguments: list[str]) -> tuple[int, str]:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt as error:
-        return INTERRUPTED, str(error) or STOPPED
+        # a shell's code for a process that a signal ended
+        return 128 + getattr(error, "signal", signal.SIGINT), str(error) or STOPPED
     except RankwiseError as error:
         return WRONG, str(error)
     except OSError as error:

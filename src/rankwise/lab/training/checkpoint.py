@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rankwise.files import (
     FILES,
     check_file,
     check_seal,
+    read_json,
     reason,
     same_tensors,
     sealed,
@@ -83,8 +85,8 @@ class Checkpoints:
     def load(self, step: int, evaluated: bool = True) -> Checkpoint:
         """Read a checkpoint; what is damaged is refused."""
         path = self._path(step, evaluated)
-        try:
-            about = json.loads((path / ABOUT).read_bytes())
+        with self.reading(step, evaluated):
+            about = read_json(path / ABOUT)
             if (about["format"], about["version"]) != (FORMAT, VERSION):
                 raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
             if verifies():
@@ -92,7 +94,14 @@ class Checkpoints:
             model = load_file(path / MODEL)
             model.update({name: model[first] for name, first in about["tied"].items()})
             return Checkpoint(step, evaluated, model, load_file(path / TRAINING), about["about"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+
+    @contextmanager
+    def reading(self, step: int, evaluated: bool) -> Iterator[None]:
+        """Say in one line what is wrong with a checkpoint that cannot be read or used, and what the run does next."""
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+            path = self._path(step, evaluated)
             before = [number for number, done in self.steps() if (number, done) < (step, evaluated)]
             then = f"continues from the one before, of step {before[-1]}" if before else "starts again"
             raise CheckpointError(

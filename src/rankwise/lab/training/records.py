@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from rankwise.version import VERSION
 
 FORMAT, FORMAT_VERSION = "rankwise-run", 1
 """The format of the record of one training."""
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -38,8 +40,12 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes out of the folder; one that is killed holds nothing."""
-        lock = FileLock(self.path / ".lock", timeout=0)
+        """Keep other processes out of the folder; one that is killed holds nothing.
+
+        This process may hold it several times. A folder in which nothing was done is removed again.
+        """
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        lock = FileLock(self.path / LOCK, timeout=0, is_singleton=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
@@ -49,11 +55,19 @@ class RunFolder:
                 "Wait until it has ended, or choose another folder."
             ) from None
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            # a finished run may be read where nobody can write
+            if not self.path.is_dir() or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise unwritable(self.path, error) from error
         try:
             yield
         finally:
+            if missing and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
             lock.release()
+            for folder in missing:
+                # which fails where something was done
+                with suppress(OSError):
+                    folder.rmdir()
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
