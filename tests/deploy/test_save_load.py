@@ -395,14 +395,17 @@ def test_what_a_killed_save_left_is_swept_by_the_next_and_what_another_writes_is
 
 
 def test_readers_beside_a_writer_never_miss_the_model(tmp_path: Path) -> None:
-    folder, code = tmp_path / "small", """
+    folder, code = (
+        tmp_path / "small",
+        """
         import torch
         for number in range(60):
             model = nn.Linear(10, 10)
             nn.init.constant_(model.weight, number)
             nn.init.constant_(model.bias, number)
             s.save(model, "small", overwrite=True)
-    """
+    """,
+    )
     save(nn.Linear(10, 10), folder)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         writing, read = pool.submit(run, tmp_path, code), []

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rankwise.cli.command import Argument, Options, command
 from rankwise.cli.runs import refuse_settings
 from rankwise.cli.tables import print_table, say
+from rankwise.errors import CheckpointError
 from rankwise.lab.report import MEASURES
 
 if TYPE_CHECKING:
     from rankwise.deploy.export.check import Runner
+    from rankwise.lab.experiments.saved_models import TimedModels
     from rankwise.lab.tasks.base import Experiment
 
 CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
@@ -138,9 +140,9 @@ def bench(options: Options) -> None:
         print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
     rows = bench(found.models, config, found.tokens, tell=partial(print, "timing", file=sys.stderr))
     lines = remarks(rows)
-    found.keep(rows, lines, options.device)
     if options.json:
         print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
+        _keep(found, rows, lines, options.device)
         return
     cells = []
     for row in rows:
@@ -152,8 +154,18 @@ def bench(options: Options) -> None:
     for line in lines:
         say(line)
     say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
-    if found.record is not None:
+    if _keep(found, rows, lines, options.device):
         print(f"Kept in {found.record}.")
+
+
+def _keep(found: TimedModels, rows: list[dict[str, Any]], lines: list[str], device: str) -> bool:
+    """Whether the record of the run keeps the figures, which are shown in any case; says why not, where it should."""
+    try:
+        found.keep(rows, lines, device)
+    except CheckpointError as error:
+        print(f"Not kept in {found.record}: {error}", file=sys.stderr)
+        return False
+    return found.record is not None
 
 
 @command(

@@ -66,7 +66,7 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
 def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
     """The model that was saved in `folder` on the meta device: its layers, dtypes and ties, but no weights.
 
-    Its architecture must be one of rankwise's own. Of the file of weights only names and shapes are read.
+    Its architecture must be one of rankwise's own. The file of weights is not read.
     """
     path = Path(folder)
     return read_whole(path, lambda: _Folder(path, verify=True).load(None, with_weights=False))
@@ -103,11 +103,6 @@ class _Folder:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(self.structure, error) from None
         self.dense: dict[str, Any] | None = entry.get("dense")
-        self._check_shapes()
-        try:
-            check_masks(self.layers.values(), [shape for _, shape in self.tensors.values()])
-        except CheckpointError as error:
-            raise damaged(self.structure, error) from None
 
     def _read_json(self) -> Any:
         for path in (self.structure, self.weights):
@@ -145,6 +140,7 @@ class _Folder:
 
     def fresh_model(self) -> nn.Module:
         """The dense model with weights of its own, unless it is out of all proportion to what was saved."""
+        self._check_shapes()
         with torch.device("meta"):
             number = count(self.dense_model())
         saved = sum(math.prod(shape) for _, shape in self.tensors.values())
@@ -166,6 +162,12 @@ class _Folder:
             raise damaged(self.structure, first_line(error)) from None
 
     def load(self, skeleton: nn.Module | None, *, with_weights: bool) -> nn.Module:
+        if with_weights:
+            self._check_shapes()
+        try:
+            check_masks(self.layers.values(), [s for _, s in self.tensors.values()] if with_weights else None)
+        except CheckpointError as error:
+            raise damaged(self.structure, error) from None
         if skeleton is None:
             with torch.device("meta"):
                 skeleton = self.dense_model()

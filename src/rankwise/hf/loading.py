@@ -5,6 +5,7 @@ What is wrong with a folder is said in one line.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
+from rankwise.deploy.architectures import building_at_most
 from rankwise.deploy.compress import Compressed, Data, Source
 from rankwise.deploy.inputs import (
     Calibration,
@@ -30,6 +32,7 @@ from rankwise.deploy.inputs import (
     special_tokens,
 )
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
+from rankwise.hf.bounds import Shapes, check_proportion, most_tensors, shapes_in
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_pretrained_target, save_pretrained
@@ -44,6 +47,9 @@ def load_model(name: str) -> PreTrainedModel:
         source: dict[str, Any] = source_of(name)
         config = AutoConfig.from_pretrained(name, **source)
         kind: Any = model_class(config) or AutoModelForCausalLM
+        # the quantizer checks what a configuration says of compact layers
+        if not hasattr(config, "quantization_config") and (shapes := shapes_in(Path(name))) is not None:
+            check_proportion(_on_meta(config, shapes), shapes)
         model = kind.from_pretrained(name, dtype="auto", **source)
     assert isinstance(model, PreTrainedModel)
     return model
@@ -58,9 +64,7 @@ def empty_model(name: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name, **source_of(name))
         entry = vars(config).pop("quantization_config", None)
         dtype = getattr(config, "dtype", None)
-        make: Any = model_class(config) or AutoModelForCausalLM.from_config
-        with torch.device("meta"):
-            model = make(config)
+        model = _on_meta(config, None)
         if entry is None:
             model.tie_weights()
         elif entry.get("quant_method") != METHOD:
@@ -82,6 +86,15 @@ def empty_model(name: str) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _on_meta(config: Any, shapes: Shapes | None) -> Any:
+    """The model of a configuration without weights; `shapes` are those of the weights in its folder."""
+    make: Any = model_class(config) or AutoModelForCausalLM.from_config
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
+    with building_at_most(most_tensors(shapes)), torch.device("meta"):
+        return make(plain)
 
 
 def load_tokenizer(name: str, *, needed: bool) -> Any:
@@ -120,7 +133,8 @@ def no_progress_bars() -> Iterator[None]:
 def _one_line(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    # what a folder says of a model may be anything, and transformers does not check it
+    except Exception as error:
         if isinstance(error, RankwiseError):
             raise
         raise CheckpointError(
