@@ -435,7 +435,7 @@ def test_a_full_disk_is_one_error_and_no_end_of_the_process(tmp_path: Path) -> N
         from rankwise.deploy.export import pt2
         model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.ReLU())
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        for size in (0, 3_000, 42_000):
+        for size in (1_000, 3_000, 42_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             try:
                 pt2.export(model, {"input": torch.randn(2, 100)}, "out")

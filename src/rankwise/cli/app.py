@@ -15,7 +15,7 @@ from rankwise.cli.runs import presets, prune, report, sweep, train
 from rankwise.cli.runs import run as run_preset
 from rankwise.cli.saved import bench, evaluate, export, sample
 from rankwise.cli.tables import wrapped
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import RankwiseError, nearest, shortened
 from rankwise.version import VERSION
 
 COMMANDS = {
@@ -26,6 +26,8 @@ COMMANDS = {
 }  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C (SIGTERM: 143), and a reader of our output that went away."""
+LONGEST = 900
+"""Letters of a message, at most: it may quote a file."""
 STOPPED = "Stopped; run the same command again to go on."
 
 
@@ -110,4 +112,4 @@ def _overview() -> str:
 
 
 def _say(message: str) -> None:
-    print(f"rankwise: {' '.join(message.split())}", file=sys.stderr)
+    print(f"rankwise: {shortened(message, LONGEST)}", file=sys.stderr)

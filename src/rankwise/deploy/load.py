@@ -33,7 +33,7 @@ from rankwise.deploy.structure import (
     slots,
     walk,
 )
-from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, first_line
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, first_line, shortened
 from rankwise.files import FILES, check_file, identity, read_json, read_whole, reason
 from rankwise.modules import embedding, joined
 from rankwise.split import splitting
@@ -317,8 +317,9 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
 def _refuse(misfits: list[str]) -> None:
     if misfits:
         more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        told = "; ".join(map(shortened, misfits[:SHOWN]))
         raise CheckpointError(
-            f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:SHOWN])}{more}. "
+            f"The skeleton must be the dense form of the saved model, but {told}{more}. "
             "Build it with the code and the settings of the model that was pruned."
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.fuse import check_not_fused
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, shortened
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
@@ -359,10 +359,10 @@ def from_json(entry: Any) -> Layer:
     values = dict(entry) if isinstance(entry, dict) else {}
     kind = KINDS.get(str(values.pop("kind", None)))
     if kind is None:
-        raise CheckpointError(f"a layer must be one of {', '.join(KINDS)}, but is {entry!r}")
+        raise CheckpointError(f"a layer must be one of {', '.join(KINDS)}, but is {shortened(entry, 200)}")
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if values.keys() != types.keys() or not all(_is(value, types[name]) for name, value in values.items()):
-        raise CheckpointError(f"a {kind.kind} must have {', '.join(types)}, but is {entry!r}")
+        raise CheckpointError(f"a {kind.kind} must have {', '.join(types)}, but is {shortened(entry, 200)}")
     return kind(**values)
 
 
@@ -416,7 +416,7 @@ class SavedLayers:
 
 def damaged(where: object, what: object, *, remedy: str = "Save the model again.") -> CheckpointError:
     """The error for a file that is not as it was saved."""
-    return CheckpointError(f"{where} must be as rankwise wrote it, but is damaged: {what}. {remedy}")
+    return CheckpointError(f"{where} must be as rankwise wrote it, but is damaged: {shortened(what)}. {remedy}")
 
 
 @contextmanager

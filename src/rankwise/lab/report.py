@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, RankwiseError, shortened
 from rankwise.files import read_json, reason
 
 MEASURES = {
@@ -51,6 +52,11 @@ class Table:
 
 def row_table(row: Mapping[str, Any]) -> Table:
     """The table of a single model: its size, and its quality on both splits."""
+    with _reading():
+        return _row_table(row)
+
+
+def _row_table(row: Mapping[str, Any]) -> Table:
     shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
     figures = [(split, measure) for split in SPLITS for measure in _measures(row[split])]
     columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES[m]}" for s, m in figures))
@@ -60,6 +66,24 @@ def row_table(row: Mapping[str, Any]) -> Table:
 
 def table(record: Mapping[str, Any]) -> Table:
     """The table of a run, or of a sweep, which has means over seeds and their spread."""
+    with _reading():
+        return _table(record)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Say in one line that what was read is no record of ours: its content is checked by being used."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, RankwiseError):
+            raise
+        raise CheckpointError(
+            f"A record must be as rankwise wrote it, but is not: {shortened(reason(error), 200)}. {REMEDY}"
+        ) from error
+
+
+def _table(record: Mapping[str, Any]) -> Table:
     runs = record.get("runs", [record])
     measures = _measures(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
@@ -134,9 +158,11 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
     models = [path for path in paths if (path / EXPORT).is_file() and "rows" in _read(path / EXPORT)]
     for path in paths:
         if path not in models:
-            found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
+            with _reading():
+                found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
     if models:
-        found[", ".join(map(str, models))] = _record_of_models(models)
+        with _reading():
+            found[", ".join(map(str, models))] = _record_of_models(models)
     return found
 
 

@@ -195,7 +195,7 @@ def unpack(archive: Path, published: Published, folder: Path) -> None:
 
 
 def _most(archive: Path) -> int:
-    """The bytes that an archive may unpack to: far more than text does, and far less than what was made to fill disks."""
+    """The bytes that an archive may unpack to: more than text does, far less than what was made to fill a disk."""
     return LARGEST_RATIO * archive.stat().st_size + 1024 * 1024
 
 

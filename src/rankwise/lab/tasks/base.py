@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import RankwiseError, nearest, shortened
 from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
@@ -273,8 +273,8 @@ def from_json(plain: Mapping[str, Any]) -> Experiment:
         raise RankwiseError(f"A saved experiment must have one of the settings {known}, but has none of them.")
     try:
         return kind(**kind.parts_from_json(plain))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RankwiseError(f"A saved experiment must hold all of its settings, but {error}.") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RankwiseError(f"A saved experiment must hold all of its settings, but {shortened(error)}.") from error
 
 
 def described(experiment: Experiment) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rankwise.errors import CheckpointError, InvalidValueError
+from rankwise.errors import CheckpointError, InvalidValueError, shortened
 from rankwise.files import (
     FILES,
     check_file,
@@ -104,8 +104,9 @@ class Checkpoints:
             path = self._path(step, evaluated)
             before = [number for number, done in self.steps() if (number, done) < (step, evaluated)]
             then = f"continues from the one before, of step {before[-1]}" if before else "starts again"
+            why = shortened(reason(error))
             raise CheckpointError(
-                f"A checkpoint must be whole, but {path} is not: {reason(error)}. Remove that folder; the run {then}."
+                f"A checkpoint must be whole, but {path} is not: {why}. Remove that folder; the run {then}."
             ) from error
 
     def has_best(self, checkpoint: Checkpoint) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, shortened
 from rankwise.files import parse_json, reason, write_json
 from rankwise.files import read_json as read_content
 from rankwise.version import VERSION
@@ -152,9 +152,8 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
 
 def foreign_file(path: Path, found: str) -> CheckpointError:
     """The error for a file that rankwise did not write."""
-    return CheckpointError(
-        f"{path} must be JSON that rankwise wrote, but {found.rstrip('.')}. Remove it, or choose another folder."
-    )
+    why = shortened(found).rstrip(".")
+    return CheckpointError(f"{path} must be JSON that rankwise wrote, but {why}. Remove it, or choose another folder.")
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
