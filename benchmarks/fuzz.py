@@ -16,7 +16,6 @@ import resource
 import shutil
 import signal
 import struct
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
@@ -43,7 +40,18 @@ EXTREMES: tuple[Any, ...] = (
     "", "a", "pipeline", "PreTrainedModel", "../../etc/passwd", "/dev/zero", "\ud800", "\udcff", "\x00", "x" * 5_000,
     "1", "None", "float32", "int8", [], {}, [[]], {"": {}}, [None], list(range(300)), {"a": {"b": {"c": 1}}},
 )  # fmt: skip
-RAW = ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5_000, DEEP, '{"a":' * 900 + "1" + "}" * 900, '"\\ud83d"', "nul", "'")
+RAW = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "9" * 5_000,
+    DEEP,
+    '{"a":' * 900 + "1" + "}" * 900,
+    '"\\ud83d"',
+    "nul",
+    "'",
+)
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,9 @@ def _saved(folder: Path) -> dict[str, Subject]:
     found = {}
     files = ("rankwise.json", "rankwise.json", "model.safetensors")
     txl = TransformerXLConfig(num_words=9, width=8, num_heads=2, head_width=4, inner=8, num_layers=2, memory_length=4)
-    sru = SRUConfig(num_words=9, embedding_width=8, width=8, num_layers=2, rank=6, clusters=Clusters(cutoffs=(4,), widths=(6, 4)))
+    sru = SRUConfig(
+        num_words=9, embedding_width=8, width=8, num_layers=2, rank=6, clusters=Clusters(cutoffs=(4,), widths=(6, 4))
+    )
     for name, model in (("txl", TransformerXL(txl)), ("sru", SRULanguageModel(sru))):
         small = rw.compress(model, rw.Budget(removed=0.3), embeddings=True, layout="pivot")
         rw.save(small, folder / name)
@@ -310,7 +320,6 @@ def _command(words: str, path: Path) -> None:
 def _pretrained(folder: Path) -> dict[str, Subject]:
     import transformers as hf
 
-    import rankwise.hf
     from rankwise.hf.loading import load_model
 
     hf.utils.logging.set_verbosity(hf.logging.CRITICAL)
@@ -325,7 +334,9 @@ def _pretrained(folder: Path) -> dict[str, Subject]:
     files = ("config.json", "config.json", "model.safetensors")
     for name, model in models.items():
         model.save_pretrained(folder / f"dense-{name}")
-        found[f"from_pretrained dense {name}"] = Subject(folder / f"dense-{name}", files, lambda path: load_model(str(path)))
+        found[f"from_pretrained dense {name}"] = Subject(
+            folder / f"dense-{name}", files, lambda path: load_model(str(path))
+        )
         small = rw.compress(model.eval(), rw.Budget(removed=0.2), embeddings=True, layout="pivot")
         small.save_pretrained(folder / name)
         stock = partial(_stock, type(model))
@@ -350,7 +361,8 @@ def _checkpoint(folder: Path) -> Subject:
 
     def read(path: Path) -> None:
         shutil.rmtree(path.parent / "read", ignore_errors=True)
-        shutil.copytree(path, path.parent / "read" / "step-4", symlinks=True)
+        (path.parent / "read").mkdir()
+        path.rename(path.parent / "read" / "step-4")
         Checkpoints(path.parent / "read", keep=2).load(4)
 
     files = ("checkpoint.json", "checkpoint.json", "model.safetensors", "training.safetensors")

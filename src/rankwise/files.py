@@ -160,12 +160,12 @@ def digest(path: Path) -> str:
 def sealed(content: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
     """`content` with the checksums of these files, and one of itself."""
     described = {**content, FILES: {path.name: digest(path) for path in paths}}
-    return {**described, CHECKSUM: _fingerprint(described)}
+    return {**described, CHECKSUM: fingerprint(described)}
 
 
 def check_seal(content: Mapping[str, Any]) -> None:
     """Refuse content that changed since `sealed` gave it."""
-    _check(_fingerprint({key: value for key, value in content.items() if key != CHECKSUM}), content.get(CHECKSUM))
+    _check(fingerprint({key: value for key, value in content.items() if key != CHECKSUM}), content.get(CHECKSUM))
     if not isinstance(content.get(FILES), dict):
         raise CheckpointError(f"it has no `{FILES}`")
 
@@ -177,12 +177,24 @@ def check_file(path: Path, files: Mapping[str, str]) -> None:
     _check(digest(path), files[path.name])
 
 
+def check_header(path: Path) -> None:
+    """Refuse a file of tensors whose header does not account for all of its bytes; reads no more than the header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with opened(path), safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"its header says: {error}") from None
+
+
 def verifies() -> bool:
     """Whether checksums are compared: unless `RANKWISE_VERIFY=0` is in the environment."""
     return os.environ.get("RANKWISE_VERIFY") != "0"
 
 
-def _fingerprint(content: Mapping[str, Any]) -> str:
+def fingerprint(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of what JSON says, whatever its white space and the order of its keys."""
     # as it is read back from JSON, with strings as keys
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

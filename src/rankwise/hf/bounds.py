@@ -12,11 +12,13 @@ from torch import nn
 
 from rankwise.deploy.architectures import building_at_most
 from rankwise.deploy.load import FEW_NUMBERS
+from rankwise.deploy.structure import damaged
 from rankwise.errors import CheckpointError, RankwiseError, first_line
-from rankwise.files import identity, opened
+from rankwise.files import fingerprint, identity, opened, read_json, reason, verifies
 from rankwise.hf.format import METHOD
 
-CONFIG = "config.json"
+CONFIG, WHOLE = "config.json", "rankwise_checksum"
+"""The configuration, and the entry of it that holds the checksum of all others."""
 MOST_TENSORS = 50_000
 """Tensors of a model of which no weights are known."""
 SPARE_TENSORS = 16
@@ -71,6 +73,8 @@ def checking_folder(folder: object) -> Iterator[None]:
         yield
         return
     before = identity(path)
+    if verifies():
+        _check_unchanged(path / CONFIG)
     try:
         with building_at_most(most_tensors(shapes_in(path))):
             yield
@@ -82,6 +86,18 @@ def checking_folder(folder: object) -> Iterator[None]:
             f"{folder} must be as rankwise wrote it, but transformers cannot load it: {type(error).__name__}: "
             f"{first_line(error)} {remedy}"
         ) from error
+
+
+def _check_unchanged(config: Path) -> None:
+    """Refuse a configuration that changed since it was saved, where it says what it was."""
+    try:
+        content = read_json(config)
+    except (OSError, ValueError) as error:
+        raise damaged(config, reason(error)) from None
+    written = content.pop(WHOLE, None) if isinstance(content, dict) else None
+    if written is not None and written != fingerprint(content):
+        remedy = f"Save the model again; if you changed it on purpose, remove `{WHOLE}` from it."
+        raise damaged(config, "it is not as it was saved", remedy=remedy)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -33,7 +33,7 @@ from rankwise.deploy.load import replacements
 from rankwise.deploy.structure import check_masks, checking, damaged, misfit, slots, ties_of
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import check_file
-from rankwise.hf.bounds import check_proportion, checking_folder, shapes_of
+from rankwise.hf.bounds import WHOLE, check_proportion, checking_folder, shapes_of
 from rankwise.hf.format import (
     METHOD,
     OTHER_SIZES,
@@ -92,8 +92,8 @@ class RankwiseQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         # the first hook that sees the configuration; older versions have the next one instead
-        if hasattr(config, "transformers_weights"):
-            del config.transformers_weights
+        for name in ("transformers_weights", WHOLE):
+            vars(config).pop(name, None)
         return config
 
     update_tp_plan = update_attn_implementation

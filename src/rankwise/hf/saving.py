@@ -24,7 +24,8 @@ from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import Head, LowRankEmbedding, LowRankLinear, layers_of, refuse_gated
 from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
-from rankwise.files import read_json, sealed, write_json
+from rankwise.files import fingerprint, read_json, sealed, write_json
+from rankwise.hf.bounds import WHOLE
 from rankwise.hf.format import entry_of, is_gated
 from rankwise.version import VERSION
 
@@ -164,7 +165,8 @@ def save_changed(
         content = read_json(config)
         # weights of gates are not loaded by this entry
         checked = sealed(entry, () if is_gated(model) else _weights_in(config.parent))
-        write_json(config, {**content, ENTRY: checked, "transformers_weights": REMEDY})
+        content = {**content, ENTRY: checked, "transformers_weights": REMEDY}
+        write_json(config, content if is_gated(model) else {**content, WHOLE: fingerprint(content)})
     if push_to_hub:
         # it saves by `save_pretrained`, and so by this function, before it uploads
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)

@@ -61,7 +61,7 @@ def _row_table(row: Mapping[str, Any]) -> Table:
     figures = [(split, measure) for split in SPLITS for measure in _measures(row[split])]
     columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES[m]}" for s, m in figures))
     cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
-    return Table(columns, ((row["name"], f"{row['parameters']:,}", *cells),))
+    return Table(columns, ((str(row["name"]), f"{row['parameters']:,}", *cells),))
 
 
 def table(record: Mapping[str, Any]) -> Table:
@@ -96,7 +96,7 @@ def _table(record: Mapping[str, Any]) -> Table:
         lost = _lost(runs, name, measures[0])
         rows.append(
             (
-                name,
+                str(name),
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
                 *(f"{group[0][share]:.1%}" for share in shares),
                 *(spread([row[split][m] for row in group if row[split]]) for split in SPLITS for m in measures),

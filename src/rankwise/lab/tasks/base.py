@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
-from rankwise.errors import RankwiseError, nearest, shortened
+from rankwise.errors import InvalidTypeError, RankwiseError, nearest, shortened
 from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
@@ -249,6 +249,8 @@ class Experiment(ABC):
             group: Any = next(filter(dataclasses.is_dataclass, choices), None)
             if isinstance(value, dict) and group is not None:
                 parts[name] = group(**value)
+            elif group is not None and not isinstance(value, (group, *(c for c in choices if c is NoneType))):
+                raise InvalidTypeError(f"`{name}` is {shortened(value, 80)!r}")
         return parts
 
 

@@ -28,6 +28,7 @@ from rankwise.errors import CheckpointError, InvalidValueError, shortened
 from rankwise.files import (
     FILES,
     check_file,
+    check_header,
     check_seal,
     read_json,
     reason,
@@ -161,6 +162,8 @@ def _check(folder: Path, about: Mapping[str, Any]) -> None:
     try:
         check_seal(about)
         for name in (MODEL, TRAINING):
+            # which a file of zeros without end does not have, however long it would take to read
+            check_header(folder / name)
             check_file(folder / name, about[FILES])
     except CheckpointError as error:
         raise InvalidValueError(f"{name} is damaged: {error}") from None
