@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -32,7 +32,7 @@ from rankwise.deploy.inputs import (
     special_tokens,
 )
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
-from rankwise.hf.bounds import Shapes, check_proportion, most_tensors, shapes_in
+from rankwise.hf.bounds import Shapes, check_counts, check_proportion, most_tensors, shapes_in
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_pretrained_target, save_pretrained
@@ -44,6 +44,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 def load_model(name: str) -> PreTrainedModel:
     """The model of that folder or name, in evaluation mode, of the class that its configuration names."""
     with _one_line(name), no_progress_bars():
+        check_counts(Path(name))
         source: dict[str, Any] = source_of(name)
         config = AutoConfig.from_pretrained(name, **source)
         kind: Any = model_class(config) or AutoModelForCausalLM
@@ -61,10 +62,14 @@ def empty_model(name: str) -> PreTrainedModel:
     No file of weights is read. All weights, those of its heads too, are taken to be in the checkpoint.
     """
     with _one_line(name):
+        check_counts(Path(name))
         config = AutoConfig.from_pretrained(name, **source_of(name))
         entry = vars(config).pop("quantization_config", None)
         dtype = getattr(config, "dtype", None)
-        model = _on_meta(config, None)
+        shapes = None
+        with suppress(CheckpointError):
+            shapes = shapes_in(Path(name))
+        model = _on_meta(config, shapes)
         if entry is None:
             model.tie_weights()
         elif entry.get("quant_method") != METHOD:
