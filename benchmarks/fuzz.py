@@ -349,7 +349,11 @@ def _pretrained(folder: Path) -> dict[str, Subject]:
 
 def _stock(kind: Any, path: Path) -> None:
     # a folder that does not speak of rankwise is a matter of transformers alone
-    if (path / "config.json").is_file() and b'"rankwise"' in (path / "config.json").read_bytes()[: 1 << 20]:
+    if not (path / "config.json").is_file():
+        return
+    with (path / "config.json").open("rb") as file:
+        is_ours = b'"rankwise"' in file.read(1 << 20)
+    if is_ours:
         kind.from_pretrained(path)
 
 

@@ -120,8 +120,8 @@ def _check_unchanged(config: Path) -> None:
     written = content.pop(WHOLE, None) if isinstance(content, dict) else None
     if written is not None and written != fingerprint(content):
         logger.warning(
-            f"{config} is not as it was saved. If nobody changed it on purpose, it is damaged: save the model again, or "
-            f"download it again. If somebody did, remove `{WHOLE}` from it."
+            f"{config} is not as it was saved. If nobody changed it on purpose, it is damaged: save or download the "
+            f"model again. If somebody did, remove `{WHOLE}` from it."
         )
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -249,7 +249,7 @@ class Experiment(ABC):
             group: Any = next(filter(dataclasses.is_dataclass, choices), None)
             if isinstance(value, dict) and group is not None:
                 parts[name] = group(**value)
-            elif group is not None and not isinstance(value, (group, *(c for c in choices if c is NoneType))):
+            elif group is not None and not isinstance(value, tuple(c for c in choices if isinstance(c, type))):
                 raise InvalidTypeError(f"`{name}` is {shortened(value, 80)!r}")
         return parts
 
