@@ -39,11 +39,8 @@ class Layer(ABC):
     """One layer of a compact model. Its fields are what is written of it."""
 
     kind: ClassVar[str]
-
-    @property
-    def mask_size(self) -> int:
-        """The length of the mask of inputs, or of the order of outputs, that is stored with the weights; 0: none."""
-        return 0
+    masked: ClassVar[str | None] = None
+    """The field that is the length of a mask of inputs, or of an order of outputs, stored with the weights."""
 
     @property
     @abstractmethod
@@ -90,23 +87,15 @@ class LowRankLinear(Linear):
 class PivotPair(LowRankLinear):
     """`rankwise.modules.LowRankLinear` whose second layer is a `PivotLinear`."""
 
-    kind, pivot = "pivot_linear", True
-
-    @property
-    def mask_size(self) -> int:
-        return self.outputs
+    kind, pivot, masked = "pivot_linear", True, "outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selected(Linear):
     """`rankwise.modules.SelectedLinear`."""
 
-    kind = "selected_linear"
+    kind, masked = "selected_linear", "inputs"
     kept: int
-
-    @property
-    def mask_size(self) -> int:
-        return self.inputs
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
         mask = torch.arange(self.inputs, dtype=torch.int32, device=None if like.is_meta else like.device) < self.kept
@@ -139,11 +128,7 @@ class Head(Linear):
 class PivotHead(Head):
     """The same with a `rankwise.modules.PivotLinear` of its own as projection."""
 
-    kind, pivot = "pivot_head", True
-
-    @property
-    def mask_size(self) -> int:
-        return self.inputs
+    kind, pivot, masked = "pivot_head", True, "inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +163,7 @@ class LowRankEmbedding(Embedding):
 class PivotEmbedding(LowRankEmbedding):
     """`rankwise.modules.LowRankEmbedding` whose second layer is a `PivotLinear`."""
 
-    kind, pivot = "pivot_embedding", True
-
-    @property
-    def mask_size(self) -> int:
-        return self.width
+    kind, pivot, masked = "pivot_embedding", True, "width"
 
 
 _LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
@@ -209,15 +190,13 @@ def check_masks(layers: Iterable[Layer], shapes: Iterable[Sequence[int]] | None)
 
     `shapes` are those of the saved tensors; None where they are not known.
     """
-    known = () if shapes is None else shapes
-    longest = max(
-        (n for shape in known if math.prod(shape) for n in shape), default=LONGEST_MASK if shapes is None else 0
-    )
+    longest = LONGEST_MASK
+    if shapes is not None:
+        longest = max((n for shape in shapes if math.prod(shape) for n in shape), default=0)
     for layer in layers:
-        if layer.mask_size > longest:
-            raise CheckpointError(
-                f"a {layer} needs {layer.mask_size:,} numbers, but no tensor has more than {longest:,}"
-            )
+        size = getattr(layer, layer.masked) if layer.masked else 0
+        if size > longest:
+            raise CheckpointError(f"a {layer} needs {size:,} numbers, but no tensor has more than {longest:,}")
 
 
 class Slot(NamedTuple):

@@ -113,7 +113,7 @@ class Checkpoints:
     def has_best(self, checkpoint: Checkpoint) -> bool:
         """Whether the best weights before a checkpoint are there still, without which its run cannot end."""
         best = checkpoint.about["best"]
-        return best is None or best["step"] == checkpoint.step or (best["step"], True) in self.steps()
+        return best is None or int(best["step"]) == checkpoint.step or (int(best["step"]), True) in self.steps()
 
     def sweep(self) -> None:
         """Remove what a killed run left unfinished."""
