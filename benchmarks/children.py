@@ -44,6 +44,7 @@ def in_child(act: Callable[[], Any], kill_after: float | None = None) -> tuple[i
         if child == 0:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
             os._exit(_run(act))
         began = time.monotonic()
         while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):

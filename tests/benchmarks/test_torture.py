@@ -26,7 +26,7 @@ def test_every_row_has_a_short_form() -> None:
 def test_what_is_promised_holds(name: str) -> None:
     row = torture.torture(name, SHORT[name])
     assert row.bad == []
-    assert row.tried >= min(SHORT[name], 1)
+    assert name == "memory" or row.tried >= max(SHORT[name], 50 if name == "saves" else 1)
 
 
 def test_a_promise_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
