@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from rankwise.deploy.structure import (
     Layer,
     SavedLayers,
     Slot,
-    check_masks,
     checking,
     damaged,
     layer_of,
@@ -43,6 +43,8 @@ SHOWN = 5
 """Differences that an error names."""
 SPARE_TENSORS = 4
 """Tensors that are registered for every saved one while a dense model is made, at most."""
+LONGEST_MASK = 1 << 26
+"""Entries of a mask where nothing is known of the weights."""
 LONGEST_HEADER = 100 << 20
 """Bytes of the names and shapes in a file of weights, at most."""
 SPARE_NUMBERS, FEW_NUMBERS = 100, 1 << 26
@@ -316,6 +318,20 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
         words = embedding(weight, words.padding_idx, table)
         return joined(words, made[1]) if isinstance(made, nn.Sequential) else words  # type: ignore[arg-type]
     return made
+
+
+def check_masks(layers: Iterable[Layer], shapes: Iterable[Sequence[int]] | None) -> None:
+    """Refuse masks that no saved tensor has the length of: unlike weights, they take memory before they are read.
+
+    `shapes` are those of the saved tensors; None where they are not known.
+    """
+    longest = LONGEST_MASK
+    if shapes is not None:
+        longest = max((n for shape in shapes if math.prod(shape) for n in shape), default=0)
+    for layer in layers:
+        size = getattr(layer, layer.masked) if layer.masked else 0
+        if size > longest:
+            raise CheckpointError(f"a {layer} needs {size:,} numbers, but no tensor has more than {longest:,}")
 
 
 def _refuse(misfits: list[str]) -> None:

@@ -8,9 +8,8 @@ and bias), which pruning never changes, and a form (one matrix, two factors, sel
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -27,8 +26,6 @@ from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding
 VERSION = 2
 """The version of both formats; earlier ones had no checksums."""
 ENTRY = "The `quantization_config` in config.json"
-LONGEST_MASK = 1 << 26
-"""Entries of a mask where nothing is known of the weights."""
 
 Find = Callable[[str], nn.Module]
 """The module of that name in the model that is being made."""
@@ -183,20 +180,6 @@ def _factor(
         return linear(_waiting(like, outputs, inputs), offset)
     places = torch.arange(outputs, dtype=torch.int32, device=None if like.is_meta else like.device)
     return PivotLinear(_waiting(like, outputs - inputs, inputs), places, offset)
-
-
-def check_masks(layers: Iterable[Layer], shapes: Iterable[Sequence[int]] | None) -> None:
-    """Refuse masks that no saved tensor has the length of: unlike weights, they take memory before they are read.
-
-    `shapes` are those of the saved tensors; None where they are not known.
-    """
-    longest = LONGEST_MASK
-    if shapes is not None:
-        longest = max((n for shape in shapes if math.prod(shape) for n in shape), default=0)
-    for layer in layers:
-        size = getattr(layer, layer.masked) if layer.masked else 0
-        if size > longest:
-            raise CheckpointError(f"a {layer} needs {size:,} numbers, but no tensor has more than {longest:,}")
 
 
 class Slot(NamedTuple):

@@ -29,8 +29,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.deploy.load import replacements
-from rankwise.deploy.structure import check_masks, checking, damaged, misfit, slots, ties_of
+from rankwise.deploy.load import check_masks, replacements
+from rankwise.deploy.structure import checking, damaged, misfit, slots, ties_of
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import check_file
 from rankwise.hf.bounds import WHOLE, check_proportion, checking_folder, shapes_of

@@ -29,8 +29,8 @@ from rankwise.lab.experiments.run_folder import (
 )
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
-from rankwise.lab.training.records import RunFolder, read_json, write_file
-from rankwise.lab.training.run import GATES, SKIPPED
+from rankwise.lab.training.records import SKIPPED, RunFolder, read_json, write_file
+from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress

@@ -26,8 +26,8 @@ from rankwise.core.budget import count
 from rankwise.errors import RankwiseError, nearest
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Progress, Trainable
-from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, surroundings, write_file
-from rankwise.lab.training.run import SKIPPED, Best, MakePruner, Run
+from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, SKIPPED, surroundings, write_file
+from rankwise.lab.training.run import Best, MakePruner, Run
 from rankwise.pruner import Pruner
 
 

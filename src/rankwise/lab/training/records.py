@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,24 @@ from rankwise.version import VERSION
 FORMAT, FORMAT_VERSION = "rankwise-run", 1
 """The format of the record of one training."""
 LOCK = ".lock"
+SKIPPED = "skipped_steps"
+"""The key of metrics and records under which the number of skipped steps stands."""
+
+
+@dataclass
+class Skipped:
+    """Batches whose loss or gradient was not finite, where they are skipped."""
+
+    steps: int = 0
+    in_a_row: int = 0
+    unlogged: int = 0
+    """Since the last line of metrics."""
+
+    def count(self, finite: bool) -> None:
+        """Take note of a step."""
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self.steps += not finite
+        self.unlogged += not finite
 
 
 class RunFolder:

@@ -27,7 +27,7 @@ from rankwise.lab.training.checkpoint import (
 from rankwise.lab.training.config import LoopConfig, TrainingConfig, autocast, binding, device_of
 from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.objective import Trainable
-from rankwise.lab.training.records import RunFolder
+from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
@@ -36,8 +36,6 @@ GATES = "gates"
 """The key of a line of metrics under which they stand."""
 BINS = 20
 """Equal parts of [0, 1]."""
-SKIPPED = "skipped_steps"
-"""The key of metrics and records under which the number of skipped steps stands."""
 SKIPPED_IN_A_ROW = 100
 """Skipped steps one after the other that stop a run all the same."""
 POINTS = 20
@@ -50,22 +48,6 @@ class Best:
 
     step: int
     loss: float
-
-
-@dataclasses.dataclass
-class Skipped:
-    """Batches whose loss or gradient was not finite, where they are skipped."""
-
-    steps: int = 0
-    in_a_row: int = 0
-    unlogged: int = 0
-    """Since the last line of metrics."""
-
-    def count(self, finite: bool) -> None:
-        """Take note of a step."""
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        self.steps += not finite
-        self.unlogged += not finite
 
 
 class Run:
