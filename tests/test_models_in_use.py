@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rankwise as rw
 from rankwise.deploy.quantize import int8
@@ -96,6 +96,25 @@ def test_an_average_of_the_latest_weights_computes_what_the_model_computes() -> 
         average.eval()
         torch.testing.assert_close(average(x), model(x), rtol=0, atol=0)
         model.train()
+
+
+def test_an_average_of_step_counts_is_refused() -> None:
+    model, x = two_layers(), torch.randn(5, 16)
+    pruner = rw.Pruner(model, rw.Budget(removed=0.6), anneal_steps=6, gate_lr=5.0)
+    # also in a run that was resumed, whose own buffers were overwritten before
+    model.load_state_dict(model.state_dict())
+    train(model, pruner, x, 2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(2):
+        train(model, pruner, x, 2)
+        average.update_parameters(model)
+    with pytest.raises(rw.RankwiseError, match="`AveragedModel\\(use_buffers=True\\)` takes the mean of step counts"):
+        average.eval()
+    copied = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    train(model, pruner, x, 2)
+    copied.update_parameters(model)
+    copied.eval()
+    assert [int(part.steps) for part in copied.modules() if hasattr(part, "steps")] == [pruner.steps]
 
 
 class Tied(nn.Module):

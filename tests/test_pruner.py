@@ -116,6 +116,30 @@ def test_a_loss_scale_is_taken_out_again() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_forgotten_loss_scale_is_refused_at_the_first_step() -> None:
+    spec = Spec()
+    model = spec.build()
+    pruner = rw.Pruner(model, rw.Budget(removed=0.4), anneal_steps=5)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def backward() -> None:
+        loss = F.cross_entropy(model(batch(spec)).flatten(0, -2), batch(spec).flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+
+    backward()
+    with pytest.raises(rw.RankwiseError, match="`grad_scale` must be given .* a GradScaler scales them by 65536"):
+        pruner.step()
+    assert pruner.steps == 0
+    pruner.step(grad_scale=scaler.get_scale())
+    del scaler
+    # one that is gone, or switched off, says nothing
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    other = rw.Pruner(model := spec.build(), rw.Budget(removed=0.4), anneal_steps=5)
+    backward()
+    other.step()
+
+
 def test_an_overflowed_gradient_does_not_poison_the_gates() -> None:
     spec = Spec()
     model = spec.build()

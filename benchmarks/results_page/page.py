@@ -17,7 +17,7 @@ KNOWN = (
     "enwik8-sru-10min", "table-ten-minutes", "table-enwik8-sru", "table-np-l0", "table-enwik8-transformer-xl",
     "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
     "methods-enwik8-transformer", "methods-enwik8-transformer-long", "arena-smollm2", "arena-gemma",
-    "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress",
+    "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress", "torture",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results

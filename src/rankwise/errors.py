@@ -82,6 +82,12 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
+def shortened(what: object, most: int = 400) -> str:
+    """The text of something that a file says, for a message; a stranger's file may say any amount."""
+    text = " ".join(str(what).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def install_extra(extra: str) -> str:
     """The part of a message that says how to install an extra: in a clone, and beside an installed wheel."""
     packages = " ".join(f'"{name}"' if ">" in name else name for name in EXTRAS[extra])

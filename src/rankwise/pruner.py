@@ -22,7 +22,7 @@ from rankwise.core.distributed import DistributedGroup, is_wrapper
 from rankwise.core.dropping import drop_closed
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
-from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck
+from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck, check_loss_scale
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
 from rankwise.core.plan import Plan, check_weights, left_out, source
 from rankwise.core.targets import Target, find_target
@@ -173,13 +173,16 @@ class Pruner:
             f"step {self.steps:,}{ramp})"
         )
 
-    def step(self, grad_scale: float = 1.0) -> None:
+    def step(self, grad_scale: float | None = None) -> None:
         """Move gates, multipliers and target size, and draw the next masks; call it after `optimizer.step()`.
 
-        With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`.
+        With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`. Without one, the first step
+        refuses to go on where a `GradScaler` has scaled a loss.
         """
+        if grad_scale is None and not self._is_checked and self.controller.uses_gradient:
+            check_loss_scale()
         self._check_loop()
-        self.controller.advance(grad_scale)
+        self.controller.advance(1.0 if grad_scale is None else grad_scale)
 
     def zero_grad(self) -> None:
         """Clear the gradients of gates, as `optimizer.zero_grad()` does for weights.

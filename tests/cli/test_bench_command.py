@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,25 @@ def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.Cap
     assert {"versions", "hardware", "measured"} <= set(kept)
     # what else reads records still does
     assert run(["report", str(folder)]) == 0
+
+
+def test_figures_that_cannot_be_kept_are_shown_all_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (folder / "record.json").read_bytes()
+
+    def refuse(*paths: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert run(["bench", str(folder), *QUICK]) == 0
+    shown = capsys.readouterr()
+    assert "flop-l0" in shown.out
+    assert "Kept in" not in shown.out
+    assert "Not kept in" in shown.err
+    assert "Read-only file system" in shown.err
+    assert len(answer(capsys, str(folder))["rows"]) == 3 * len(PRECISIONS)
+    assert (folder / "record.json").read_bytes() == before
 
 
 def test_one_model_is_timed_against_the_base_and_a_saved_one_against_its_dense_shape(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -423,3 +426,24 @@ def test_made_up_inputs_fit_our_models(build: Any) -> None:
     assert outputs(model, inputs)[0].shape == (2, 3, 20)
     with pytest.raises(ValueError, match="`batch` must be a whole number of at least 1, but is 0"):
         example_inputs(model, 0, 3)
+
+
+def test_a_full_disk_is_one_error_and_no_end_of_the_process(tmp_path: Path) -> None:
+    code = """
+        import os, resource, signal, torch
+        import rankwise as rw
+        from rankwise.deploy.export import pt2
+        model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.ReLU())
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for size in (1_000, 3_000, 42_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            try:
+                pt2.export(model, {"input": torch.randn(2, 100)}, "out")
+            except rw.CheckpointError as error:
+                print(error, flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [line.count("failed: File too large. Nothing was changed") for line in result.stdout.splitlines()] == [1] * 3
+    assert os.listdir(tmp_path) == []

@@ -196,7 +196,6 @@ def test_a_head_tied_to_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "build, name, change",
     [
-        (Spec(front="pair").build, "front", {"rank": 2**70}),
         (Spec(front="pair").build, "front", {"rank": 2**62}),
         (Spec().build, "front", {"padding_idx": 11}),
         (mlp, "0", {"kind": "selected_linear", "kept": 11}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import json
 import os
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.deploy import save as s
 from rankwise.deploy.load import load
 from rankwise.deploy.save import save
 from rankwise.modules import LowRankHead
@@ -353,6 +355,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(
             raise PermissionError(13, "Permission denied")
         rename(*names)
 
+    monkeypatch.setattr("rankwise.deploy.save.exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", fail_once)
     with pytest.raises(rw.CheckpointError, match="failed: Permission denied. Nothing was changed"):
         save(mlp(), tmp_path / "small", overwrite=True)
@@ -360,11 +363,66 @@ def test_a_rename_that_fails_puts_the_old_folder_back(
     assert_same(load(tmp_path / "small", mlp()), small, features())
 
 
+def test_a_model_that_lost_its_name_to_a_killed_save_gets_it_back(tmp_path: Path, small: nn.Module) -> None:
+    save(small, tmp_path / "small")
+    code = """
+        # where names cannot be exchanged in one step: killed between the two
+        s.exchange, rename = (lambda one, other: False), os.rename
+        os.rename = lambda *names: (rename(*names), os.kill(os.getpid(), signal.SIGKILL))
+        s.save(nn.Linear(10, 10), "small", overwrite=True)
+    """
+    assert run(tmp_path, code).returncode == -9
+    with pytest.raises(rw.CheckpointError, match=r"killed while it took the place of .*\.small\.\w{8}\.old: rename"):
+        load(tmp_path / "small", mlp())
+    with pytest.raises(rw.CheckpointError, match="`folder` must be new, but .*small exists"):
+        save(nn.Linear(10, 10), tmp_path / "small")
+    assert_same(load(tmp_path / "small", mlp()), small, features())
+    assert os.listdir(tmp_path) == ["small"]
+
+
+def test_what_a_killed_save_left_is_swept_by_the_next_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    code = """
+        s.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        s.save(nn.Linear(10, 10), "small")
+    """
+    assert run(tmp_path, code).returncode == -9
+    assert len(os.listdir(tmp_path)) == 1
+    with s.whole_folder(tmp_path / "small") as being_written:
+        assert os.listdir(tmp_path) == [being_written.name]
+        save(mlp(), tmp_path / "small")
+        assert being_written.is_dir()
+    assert os.listdir(tmp_path) == ["small"]
+
+
+def test_readers_beside_a_writer_never_miss_the_model(tmp_path: Path) -> None:
+    folder, code = (
+        tmp_path / "small",
+        """
+        import torch
+        for number in range(60):
+            model = nn.Linear(10, 10)
+            nn.init.constant_(model.weight, number)
+            nn.init.constant_(model.bias, number)
+            s.save(model, "small", overwrite=True)
+    """,
+    )
+    save(nn.Linear(10, 10), folder)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        writing, read = pool.submit(run, tmp_path, code), []
+        while not writing.done():
+            read.append(load(folder, nn.Linear(10, 10)))
+    assert writing.result().returncode == 0, writing.result().stderr
+    assert len(read) > 1
+    for model in read[1:]:
+        values = torch.cat([model.weight.flatten(), model.bias]).unique()
+        assert len(values) == 1 or torch.equal(values, torch.cat([read[0].weight.flatten(), read[0].bias]).unique())
+
+
 def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: nn.Module) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankwise.files.save_file", interrupt)
+    monkeypatch.setattr("safetensors.torch.save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(small, tmp_path / "small")
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from rankwise.cli.runs import presets, prune, sweep, train
 from rankwise.cli.runs import run as run_preset
 from rankwise.cli.saved import bench, export, sample
 from rankwise.cli.tables import wrapped
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import RankwiseError, nearest, shortened
 from rankwise.version import VERSION
 
 COMMANDS = {
@@ -28,7 +28,9 @@ COMMANDS = {
     )
 }  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-"""Exit codes: the user's mistake, the machine's, Ctrl-C, and a reader of our output that went away."""
+"""Exit codes: the user's mistake, the machine's, Ctrl-C (SIGTERM: 143), and a reader of our output that went away."""
+LONGEST = 900
+"""Letters of a message, at most: it may quote a file."""
 STOPPED = "Stopped; run the same command again to go on."
 
 
@@ -72,7 +74,8 @@ def _run(arguments: list[str]) -> tuple[int, str]:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt as error:
-        return INTERRUPTED, str(error) or STOPPED
+        # a shell's code for a process that a signal ended
+        return 128 + getattr(error, "signal", signal.SIGINT), str(error) or STOPPED
     except RankwiseError as error:
         return WRONG, str(error)
     except OSError as error:
@@ -113,6 +116,6 @@ def _overview() -> str:
 
 
 def _say(message: str) -> None:
-    line = f"rankwise: {' '.join(message.split())}"
+    line = f"rankwise: {shortened(message, LONGEST)}"
     # a terminal would break it inside words
     print(wrapped(line) if sys.stderr.isatty() else line, file=sys.stderr)

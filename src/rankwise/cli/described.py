@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.cli.command import Argument, Options, UsageError
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import RankwiseError
+from rankwise.files import read_json
 
 if TYPE_CHECKING:
     from rankwise.core.budget import Budget
@@ -67,8 +68,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     if path.suffix not in (".json", ".toml"):
         raise UsageError(f"`--config` must be a .json or a .toml file, but is {str(path)!r} instead.")
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else _toml(text)
+        content = read_json(path) if path.suffix == ".json" else _toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"`--config` must be a file that can be read, but {path}: {error.strerror}.") from None
     except ValueError as error:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 from rankwise.cli.tables import close, print_table, say
+from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rankwise.deploy.export.check import Runner
+    from rankwise.lab.experiments.saved_models import TimedModels
 
 MODEL = Argument("FOLDER", "The folder of a run, or of one of its models.", required=True)
 JSON = Argument("--json", "Print JSON.")
@@ -89,9 +91,9 @@ def bench(options: Options) -> None:
         print(f"Sequences have {found.length} tokens: the model may have no positions for {LENGTH}.", file=sys.stderr)
     rows = bench(found.models, config, found.tokens, tell=partial(print, "timing", file=sys.stderr))
     lines = remarks(rows)
-    found.keep(rows, lines, options.device)
     if options.json:
         print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
+        _keep(found, rows, lines, options.device)
         return
     cells = []
     for row in rows:
@@ -103,7 +105,7 @@ def bench(options: Options) -> None:
     for line in lines:
         say(line)
     say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
-    kept = "" if found.record is None else f"; the figures are kept in {found.record}"
+    kept = f"; the figures are kept in {found.record}" if _keep(found, rows, lines, options.device) else ""
     close(f"{_fastest(rows, place)}{kept}.", "rankwise", "export", options.subject, "--to", "onnx")
 
 
@@ -118,6 +120,16 @@ def _fastest(rows: list[dict[str, Any]], place: Callable[[dict[str, Any]], str])
         return f"{took} ({case})"
     against = f"{first['model']} takes {first['milliseconds']['median']:.2f}"
     return f"{took} where {against}, {last['speed']:.2f} times its speed ({case})"
+
+
+def _keep(found: TimedModels, rows: list[dict[str, Any]], lines: list[str], device: str) -> bool:
+    """Whether the record of the run keeps the figures, which are shown in any case; says why not, where it should."""
+    try:
+        found.keep(rows, lines, device)
+    except CheckpointError as error:
+        print(f"Not kept in {found.record}: {error}", file=sys.stderr)
+        return False
+    return found.record is not None
 
 
 @command(

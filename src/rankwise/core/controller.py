@@ -93,7 +93,7 @@ class Controller(FixedDtypeModule, ABC):
         self.schedule = schedule
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
-        self._step, self._version = 0, self.steps._version
+        self._step, self._known_steps = 0, self._steps_version()
         self._has_train_masks = self._has_eval_masks = False
         self.is_narrowed = False
         """Whether closed components were dropped."""
@@ -176,7 +176,7 @@ class Controller(FixedDtypeModule, ABC):
         self.clear_gradients()
         self._step += 1
         self.steps.fill_(self._step)
-        self._version = self.steps._version
+        self._known_steps = self._steps_version()
         if not was_frozen:
             self._has_train_masks = self._has_eval_masks = False
         self.ensure_masks(evaluation=False)
@@ -196,8 +196,9 @@ class Controller(FixedDtypeModule, ABC):
         is_new = self.distributed.find_wrapper(self)
         # Averages of weights overwrite buffers in place. So does DistributedDataParallel: at first with the state of
         # rank 0, and then before every step with what all ranks already hold, where the host must not wait for a GPU.
-        is_overwritten = self.steps._version != self._version
+        is_overwritten = self._steps_version() != self._known_steps
         if is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped):
+            self.zero_grad_detector.check_averages(self)
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return
@@ -253,9 +254,13 @@ class Controller(FixedDtypeModule, ABC):
         if sizes != self.layout.sizes:
             self.resize(sizes)
         self._has_train_masks = self._has_eval_masks = False
-        self._version = self.steps._version
+        self._known_steps = self._steps_version()
         if not self.steps.is_meta:
             self._step = int(self.steps)
+
+    def _steps_version(self) -> tuple[int, int]:
+        """Changes when the buffer is written to; that of a copy counts its own writes from 0, so it is told apart."""
+        return id(self.steps), self.steps._version
 
     def _make_eval_masks(self) -> None:
         """Evaluation uses what would be exported at the current target size."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
@@ -76,6 +77,25 @@ class StaleOptimizerCheck:
     def __getstate__(self) -> dict[str, Any]:
         # a copy gets an optimizer of its own, and weak references cannot be pickled
         return {"_before": [], "_sums": None}
+
+
+def check_loss_scale() -> None:
+    """Refuse to take gradients as they are where a `GradScaler` is in use: z is in no optimizer that it unscales."""
+    # one that is no longer referenced may still wait for the garbage collector
+    if _loss_scales() and gc.collect() >= 0 and (scales := _loss_scales()):
+        raise RankwiseError(
+            f"`grad_scale` must be given where losses are scaled, but is not, and a GradScaler scales them by "
+            f"{max(scales):g}. Call `pruner.step(grad_scale=scale)` with `scale = scaler.get_scale()` from before "
+            "`scaler.update()`; pass grad_scale=1.0 if the scaler belongs to another model."
+        )
+
+
+def _loss_scales() -> list[float]:
+    """The scales of every `GradScaler` that has scaled a loss."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
+    # the scale is made when a loss is scaled for the first time
+    scales = [each.get_scale() for each in found if each.is_enabled() and each._scale is not None]
+    return [scale for scale in scales if scale != 1.0]
 
 
 def _have_gradients(matrices: Sequence[GatedMatrix]) -> bool:
@@ -188,10 +208,26 @@ class ZeroGradDetector:
         self._lasting: set[nn.Parameter] | None = None
         """Parameters whose gradient tensor stays from step to step, zeroed in place or never. None while unknown."""
         self._is_sharded = False
+        self._has_checked_averages = False
 
     def __reduce__(self) -> tuple[type[ZeroGradDetector], tuple[()]]:
         # a copy of the model has other tensors to watch
         return ZeroGradDetector, ()
+
+    def check_averages(self, controller: Controller) -> None:
+        """Refuse an average of a gated model that averages buffers too: a step count or a mask has no mean.
+
+        Called where something overwrote the buffers; looks once for what it was.
+        """
+        if self._has_checked_averages:
+            return
+        self._has_checked_averages = True
+        averages = [each for each in gc.get_objects() if issubclass(type(each), swa_utils.AveragedModel)]
+        if any(each.use_buffers and any(part is controller for part in each.modules()) for each in averages):
+            raise RankwiseError(
+                "An average of a gated model must copy the state of its gates, but `AveragedModel(use_buffers=True)` "
+                "takes the mean of step counts and masks. Leave `use_buffers` out: buffers are copied then."
+            )
 
     def register_hooks(self, controller: Controller) -> None:
         """Hook every z that has no hook yet, so that arriving gradients are seen."""

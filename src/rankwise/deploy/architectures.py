@@ -6,11 +6,15 @@ A package registers its own with `register`; those of `rankwise.lab` are importe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from itertools import count
+from threading import get_ident
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rankwise.errors import CheckpointError, nearest
 
@@ -23,6 +27,22 @@ HOMES = {"sru": "rankwise.lab.models.sru", "transformer-xl": "rankwise.lab.model
 def register(name: str, config: type[Any], model: Callable[[Any], nn.Module]) -> None:
     """Register an architecture, so that saved models can name it."""
     REGISTERED[name] = (config, model)
+
+
+@contextmanager
+def building_at_most(number: int) -> Iterator[None]:
+    """Stop this thread from making a model of more than so many tensors: a description may ask for any number."""
+    thread, made = get_ident(), count()
+
+    def check(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if get_ident() == thread and next(made) >= number:
+            raise CheckpointError(f"it describes a model of more than {number:,} tensors, which are not there")
+
+    hook = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _name_of(config: Any) -> str:
@@ -57,5 +77,5 @@ def from_description(description: Mapping[str, Any]) -> Any:
         )
     try:
         return REGISTERED[name][0](**settings)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CheckpointError(f"The description of a {name} model must hold its settings, but {error}.") from error

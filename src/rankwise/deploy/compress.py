@@ -6,7 +6,6 @@ transformers.
 
 from __future__ import annotations
 
-import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ from rankwise.deploy.inputs import (
 from rankwise.deploy.save import COMPRESSION, check_target, save
 from rankwise.deploy.structure import layer_of
 from rankwise.errors import DataError, RankwiseError, first_line
-from rankwise.files import write_json, write_tensors
+from rankwise.files import read_json, write_json, write_tensors
 from rankwise.latency import size_for
 from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
@@ -270,7 +269,7 @@ class _RefinedBlocks:
 
     def load(self, number: int) -> Mapping[str, Tensor] | None:
         try:
-            if json.loads((self.place / "settings.json").read_text(encoding="utf-8")) != self.settings:
+            if read_json(self.place / "settings.json") != self.settings:
                 return None
             return load_file(self._file(number))
         except (OSError, ValueError, SafetensorError):

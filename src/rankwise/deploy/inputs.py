@@ -87,8 +87,13 @@ def model_class(config: Any) -> Any:
     """The class of transformers that a configuration names in `architectures`; None where it names none."""
     import transformers
 
-    found = getattr(transformers, str(next(iter(config.architectures or []), "")), None)
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    names = config.architectures
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return None
+    # a configuration may name anything that transformers has: only a model that it makes itself is one
+    found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model and isinstance(config, getattr(found, "config_class", None) or ()) else None
 
 
 def is_decoder(config: Any) -> bool:

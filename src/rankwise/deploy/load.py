@@ -5,8 +5,9 @@ Everything that a folder says is checked before the skeleton changes.
 
 from __future__ import annotations
 
-import json
+import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankwise.adapters import families
+from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer
-from rankwise.deploy.architectures import build, from_description
-from rankwise.deploy.save import FORMAT, OF_RUN, STRUCTURE, WEIGHTS, dtype_name
+from rankwise.deploy.architectures import build, building_at_most, from_description
+from rankwise.deploy.save import FORMAT, OF_RUN, OLD, STRUCTURE, WEIGHTS, dtype_name, left_beside
 from rankwise.deploy.structure import (
     Head,
     Layer,
@@ -31,14 +33,22 @@ from rankwise.deploy.structure import (
     slots,
     walk,
 )
-from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from rankwise.files import FILES, check_file
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, first_line, shortened
+from rankwise.files import FILES, check_file, identity, read_json, read_whole, reason
 from rankwise.modules import embedding, joined
 from rankwise.split import splitting
 from rankwise.swap import become
 
 SHOWN = 5
 """Differences that an error names."""
+SPARE_TENSORS = 4
+"""Tensors that are registered for every saved one while a dense model is made, at most."""
+LONGEST_MASK = 1 << 26
+"""Entries of a mask where nothing is known of the weights."""
+LONGEST_HEADER = 100 << 20
+"""Bytes of the names and shapes in a file of weights, at most."""
+SPARE_NUMBERS, FEW_NUMBERS = 100, 1 << 26
+"""Numbers of fresh weights for every saved number, at most, where they are not few."""
 
 
 def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
@@ -53,7 +63,8 @@ def load(folder: str | os.PathLike[str], skeleton: nn.Module | None = None, *, v
     """
     if skeleton is not None and not isinstance(skeleton, nn.Module):
         raise InvalidTypeError(f"`skeleton` must be a torch.nn.Module, but is a {type(skeleton).__name__} instead.")
-    return _Folder(Path(folder), verify).load(skeleton, with_weights=True)
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify).load(skeleton, with_weights=True))
 
 
 def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
@@ -61,12 +72,14 @@ def load_empty(folder: str | os.PathLike[str]) -> nn.Module:
 
     Its architecture must be one of rankwise's own. The file of weights is not read.
     """
-    return _Folder(Path(folder), verify=True).load(None, with_weights=False)
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify=True).load(None, with_weights=False))
 
 
 def dense_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The dense model that a saved one of ours was pruned from, with fresh weights: as large and as slow."""
-    return _Folder(Path(folder), verify=True).dense_model()
+    path = Path(folder)
+    return read_whole(path, lambda: _Folder(path, verify=True).fresh_model())
 
 
 class _Folder:
@@ -74,6 +87,7 @@ class _Folder:
 
     def __init__(self, path: Path, verify: bool) -> None:
         self.path, self.structure, self.weights = path, path / STRUCTURE, path / WEIGHTS
+        self.identity = identity(path)
         entry = self._read_json()
         if not isinstance(entry, dict) or entry.get("format") != FORMAT or type(entry.get("version")) is not int:
             raise CheckpointError(
@@ -97,14 +111,48 @@ class _Folder:
     def _read_json(self) -> Any:
         for path in (self.structure, self.weights):
             if not path.is_file():
+                old = [entry for entry in left_beside(self.path) if entry.name.endswith(OLD)]
+                remedy = "Give a folder that `rankwise.save` wrote."
+                if old and not self.path.exists():
+                    remedy = f"A save was killed while it took the place of {old[0]}: rename that to {self.path}."
                 raise CheckpointError(
-                    f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {self.path} has no {path.name}. "
-                    "Give a folder that `rankwise.save` wrote."
+                    f"A saved model must hold {STRUCTURE} and {WEIGHTS}, but {self.path} has no {path.name}. {remedy}"
                 )
         try:
-            return json.loads(self.structure.read_bytes())
-        except (ValueError, RecursionError, OSError) as error:
-            raise damaged(self.structure, error) from None
+            return read_json(self.structure)
+        except (ValueError, OSError) as error:
+            raise damaged(self.structure, reason(error)) from None
+
+    def _check_shapes(self) -> None:
+        """Refuse shapes that are not those of the file of weights: what they ask for is bounded by its bytes."""
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            # a checksum says more, unless the file has no end in sight
+            if self.weights.stat().st_size < LONGEST_HEADER + 16 * sum(math.prod(s) for _, s in self.tensors.values()):
+                self._check_files()
+            raise damaged(self.weights, error) from None
+        for name in sorted(found.keys() | self.tensors.keys()):
+            one, other = found.get(name, "missing"), self.tensors[name][1] if name in self.tensors else "nothing"
+            if one != other:
+                self._check_files()
+                raise damaged(self.weights, f"{name} is {one}, but {STRUCTURE} says {other}")
+
+    def _check_files(self) -> None:
+        for name in self.files:
+            with checking(self.path / name):
+                check_file(self.path / name, self.files)
+
+    def fresh_model(self) -> nn.Module:
+        """The dense model with weights of its own, unless it is out of all proportion to what was saved."""
+        self._check_shapes()
+        with torch.device("meta"):
+            number = count(self.dense_model())
+        saved = sum(math.prod(shape) for _, shape in self.tensors.values())
+        if number > max(SPARE_NUMBERS * saved, FEW_NUMBERS):
+            raise damaged(self.structure, f"{saved:,} numbers were saved of a dense model of {number:,}")
+        return self.dense_model()
 
     def dense_model(self) -> nn.Module:
         if self.dense is None:
@@ -113,11 +161,19 @@ class _Folder:
                 "Build the dense model and pass it: load(folder, build())."
             )
         try:
-            return build(from_description(self.dense))
-        except (CheckpointError, TypeError) as error:
-            raise damaged(self.structure, error) from None
+            with building_at_most(SPARE_TENSORS * (1 + len(self.tensors) + len(self.tied))):
+                return build(from_description(self.dense))
+        # a description may ask for anything
+        except Exception as error:
+            raise damaged(self.structure, first_line(error)) from None
 
     def load(self, skeleton: nn.Module | None, *, with_weights: bool) -> nn.Module:
+        if with_weights:
+            self._check_shapes()
+        try:
+            check_masks(self.layers.values(), [s for _, s in self.tensors.values()] if with_weights else None)
+        except CheckpointError as error:
+            raise damaged(self.structure, error) from None
         if skeleton is None:
             with torch.device("meta"):
                 skeleton = self.dense_model()
@@ -170,9 +226,7 @@ class _Folder:
 
     def _read_tensors(self, places: list[Slot]) -> dict[str, Tensor]:
         """The saved tensors by name, which must be those that the folder lists, and fit where they go."""
-        for name in self.files:
-            with checking(self.path / name):
-                check_file(self.path / name, self.files)
+        self._check_files()
         try:
             with safe_open(self.weights, framework="pt") as file:
                 # a tensor as it comes is a window on the file, which may change later
@@ -184,6 +238,8 @@ class _Folder:
             one, other = found.get(name, "missing"), self.tensors.get(name, "nothing")
             if one != other:
                 raise damaged(self.weights, f"{name} is {one}, but {STRUCTURE} says {other}")
+        if identity(self.path) != self.identity:
+            raise damaged(self.path, "another model took its place while it was read")
         for slot in places:
             if wrong := misfit(slot.name.rpartition(".")[0], slot.module, slot.key, values[self._stored_as(slot)]):
                 raise damaged(self.weights, wrong)
@@ -264,11 +320,26 @@ def _scaled(made: nn.Module, module: nn.Module) -> nn.Module:
     return made
 
 
+def check_masks(layers: Iterable[Layer], shapes: Iterable[Sequence[int]] | None) -> None:
+    """Refuse masks that no saved tensor has the length of: unlike weights, they take memory before they are read.
+
+    `shapes` are those of the saved tensors; None where they are not known.
+    """
+    longest = LONGEST_MASK
+    if shapes is not None:
+        longest = max((n for shape in shapes if math.prod(shape) for n in shape), default=0)
+    for layer in layers:
+        size = getattr(layer, layer.masked) if layer.masked else 0
+        if size > longest:
+            raise CheckpointError(f"a {layer} needs {size:,} numbers, but no tensor has more than {longest:,}")
+
+
 def _refuse(misfits: list[str]) -> None:
     if misfits:
         more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        told = "; ".join(map(shortened, misfits[:SHOWN]))
         raise CheckpointError(
-            f"The skeleton must be the dense form of the saved model, but {'; '.join(misfits[:SHOWN])}{more}. "
+            f"The skeleton must be the dense form of the saved model, but {told}{more}. "
             "Build it with the code and the settings of the model that was pruned."
         )
 

@@ -9,10 +9,11 @@ checksums of the other files and of itself (`rankwise.files`).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rankwise.deploy.architectures import describe
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.structure import VERSION, layers_of, refuse_gated, slots, ties_of, to_json, walk
 from rankwise.errors import CheckpointError, InvalidTypeError, RankwiseError
-from rankwise.files import reason, sealed, sync, write_json, write_tensors
+from rankwise.files import exchange, is_abandoned, owning, reason, sealed, sync, write_json, write_tensors
 from rankwise.version import VERSION as OWN_VERSION
 
 FORMAT = "rankwise"
@@ -35,6 +36,8 @@ OF_RUN = ("experiment.json", "vocabulary.json")
 """What stands beside the model of a run."""
 COMPRESSION = "compression.json"
 """What `rankwise compress` says of a model that it made: sizes, quality and speed, for reports."""
+OLD = ".old"
+"""The end of the name that an earlier model has while another takes its place, where that takes two steps."""
 
 
 def save(
@@ -48,9 +51,10 @@ def save(
     """Write a compact model into a new folder; `rankwise.load` reads it back.
 
     The folder appears only when it is complete. With `overwrite`, an earlier saved model of that name is replaced by
-    the new one at the very end; whatever goes wrong before leaves it as it was. Parameters that are NaN or infinite are
-    refused unless `check_finite` is False; buffers, such as masks of -inf, may hold anything. `beside` are JSON files
-    of a run that are written along with the model, by name.
+    the new one at the very end, in one step (on Windows and NFS in two), so that a reader finds the old or the new
+    model at any moment; whatever goes wrong before leaves it as it was. Parameters that are NaN or infinite are refused
+    unless `check_finite` is False; buffers, such as masks of -inf, may hold anything. `beside` are JSON files of a run
+    that are written along with the model, by name.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
@@ -92,19 +96,27 @@ def save(
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `target`, or takes the place of the folder there, when it is complete."""
+    """A folder to fill, which gets the name `target`, or takes the place of the folder there, when it is complete.
+
+    What killed processes left of earlier attempts is removed.
+    """
     missing = [folder for folder in target.parents if not folder.exists()]
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        try:
-            unfinished.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. "
-                "Choose another place."
-            ) from error
-        yield unfinished
-        _put(unfinished, target)
+        with ExitStack() as stack:
+            try:
+                _sweep(target)
+                unfinished.mkdir(parents=True)
+                stack.enter_context(owning(unfinished))
+                # another process may have swept it away before it was owned
+                unfinished.mkdir(exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. "
+                    "Choose another place."
+                ) from error
+            yield unfinished
+            _put(unfinished, target)
     except (OSError, SafetensorError) as error:
         # what else goes wrong is no matter of the place, and says for itself what it is
         if isinstance(error, RankwiseError):
@@ -163,6 +175,7 @@ def check_target(target: Path, overwrite: bool, not_ours: Callable[[Path], str |
 
     `not_ours` says what an existing folder holds that is no such model; by default one of `rankwise.save`.
     """
+    _sweep(target)
     if not target.exists():
         return
     if not target.is_dir():
@@ -184,16 +197,42 @@ def _not_ours(folder: Path) -> str | None:
 
 
 def _put(finished: Path, target: Path) -> None:
-    """Give a finished folder its name, in place of the one that has it."""
+    """Give a finished folder its name; one that has it gets the name of the finished folder, and is removed by that.
+
+    Where the two names cannot be exchanged in one step there is a moment without a model, between two renames. What a
+    process that is killed in it leaves under the name of `OLD` gets its name back from the next save (`_sweep`).
+    """
     if not target.exists():
         os.rename(finished, target)
-    else:
-        old = finished.with_name(finished.name + ".old")
-        os.rename(target, old)
-        try:
-            os.rename(finished, target)
-        except BaseException:
-            os.rename(old, target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+    elif not exchange(finished, target):
+        old = finished.with_name(finished.name + OLD)
+        with owning(target):
+            os.rename(target, old)
+            try:
+                os.rename(finished, target)
+            except BaseException:
+                os.rename(old, target)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
     sync(target.parent)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left beside `target`; an earlier model that lost its name gets it back."""
+    for entry in left_beside(target):
+        if not is_abandoned(entry):
+            continue
+        if entry.name.endswith(OLD) and not target.exists():
+            # where nothing can be written, that is said when something is
+            with suppress(OSError):
+                os.rename(entry, target)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def left_beside(target: Path) -> list[Path]:
+    """The folders that are, or were to be, saved as `target`: of processes at work, and of killed ones."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}({re.escape(OLD)})?")
+    if not target.parent.is_dir():
+        return []
+    return sorted(entry for entry in target.parent.iterdir() if name.fullmatch(entry.name))

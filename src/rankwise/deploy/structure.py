@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankwise.core.layers import GatedLayer
 from rankwise.deploy.fuse import check_not_fused
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, shortened
 from rankwise.files import FILES, check_seal, reason, verifies
 from rankwise.modules import LowRankHead, PivotLinear, SelectedLinear, embedding, joined, linear, runs_in_order
 
@@ -36,6 +36,8 @@ class Layer(ABC):
     """One layer of a compact model. Its fields are what is written of it."""
 
     kind: ClassVar[str]
+    masked: ClassVar[str | None] = None
+    """The field that is the length of a mask of inputs, or of an order of outputs, stored with the weights."""
 
     @property
     @abstractmethod
@@ -82,18 +84,18 @@ class LowRankLinear(Linear):
 class PivotPair(LowRankLinear):
     """`rankwise.modules.LowRankLinear` whose second layer is a `PivotLinear`."""
 
-    kind, pivot = "pivot_linear", True
+    kind, pivot, masked = "pivot_linear", True, "outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selected(Linear):
     """`rankwise.modules.SelectedLinear`."""
 
-    kind = "selected_linear"
+    kind, masked = "selected_linear", "inputs"
     kept: int
 
     def build(self, like: Tensor, find: Find) -> nn.Module:
-        mask = torch.arange(self.inputs, device=None if like.is_meta else like.device) < self.kept
+        mask = torch.arange(self.inputs, dtype=torch.int32, device=None if like.is_meta else like.device) < self.kept
         bias = _waiting(like, self.outputs) if self.bias else None
         return SelectedLinear(_waiting(like, self.outputs, self.kept), mask, bias)
 
@@ -123,7 +125,7 @@ class Head(Linear):
 class PivotHead(Head):
     """The same with a `rankwise.modules.PivotLinear` of its own as projection."""
 
-    kind, pivot = "pivot_head", True
+    kind, pivot, masked = "pivot_head", True, "inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class LowRankEmbedding(Embedding):
 class PivotEmbedding(LowRankEmbedding):
     """`rankwise.modules.LowRankEmbedding` whose second layer is a `PivotLinear`."""
 
-    kind, pivot = "pivot_embedding", True
+    kind, pivot, masked = "pivot_embedding", True, "width"
 
 
 _LINEAR = (Linear, LowRankLinear, PivotPair, Selected, Head, PivotHead)
@@ -319,10 +321,10 @@ def from_json(entry: Any) -> Layer:
     values = dict(entry) if isinstance(entry, dict) else {}
     kind = KINDS.get(str(values.pop("kind", None)))
     if kind is None:
-        raise CheckpointError(f"a layer must be one of {', '.join(KINDS)}, but is {entry!r}")
+        raise CheckpointError(f"a layer must be one of {', '.join(KINDS)}, but is {shortened(entry, 200)}")
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if values.keys() != types.keys() or not all(_is(value, types[name]) for name, value in values.items()):
-        raise CheckpointError(f"a {kind.kind} must have {', '.join(types)}, but is {entry!r}")
+        raise CheckpointError(f"a {kind.kind} must have {', '.join(types)}, but is {shortened(entry, 200)}")
     return kind(**values)
 
 
@@ -376,7 +378,7 @@ class SavedLayers:
 
 def damaged(where: object, what: object, *, remedy: str = "Save the model again.") -> CheckpointError:
     """The error for a file that is not as it was saved."""
-    return CheckpointError(f"{where} must be as rankwise wrote it, but is damaged: {what}. {remedy}")
+    return CheckpointError(f"{where} must be as rankwise wrote it, but is damaged: {shortened(what)}. {remedy}")
 
 
 @contextmanager

@@ -5,9 +5,10 @@ What is wrong with a folder is said in one line.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
+from rankwise.deploy.architectures import building_at_most
 from rankwise.deploy.compress import Compressed, Data, Source
 from rankwise.deploy.inputs import (
     Calibration,
@@ -31,6 +33,7 @@ from rankwise.deploy.inputs import (
     special_tokens,
 )
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
+from rankwise.hf.bounds import Shapes, check_counts, check_proportion, most_tensors, shapes_in
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_pretrained_target, save_pretrained
@@ -43,9 +46,13 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 def load_model(name: str) -> PreTrainedModel:
     """The model of that folder or name, in evaluation mode, of the class that its configuration names."""
     with _one_line(name), no_progress_bars():
+        check_counts(Path(name))
         source: dict[str, Any] = source_of(name)
         config = AutoConfig.from_pretrained(name, **source)
         kind: Any = model_class(config) or AutoModelForCausalLM
+        # the quantizer checks what a configuration says of compact layers
+        if not hasattr(config, "quantization_config") and (shapes := shapes_in(Path(name))) is not None:
+            check_proportion(_on_meta(config, shapes), shapes)
         model = kind.from_pretrained(name, dtype="auto", **source)
     assert isinstance(model, PreTrainedModel)
     return model
@@ -57,12 +64,14 @@ def empty_model(name: str) -> PreTrainedModel:
     No file of weights is read. All weights, those of its heads too, are taken to be in the checkpoint.
     """
     with _one_line(name):
+        check_counts(Path(name))
         config = AutoConfig.from_pretrained(name, **source_of(name))
         entry = vars(config).pop("quantization_config", None)
         dtype = getattr(config, "dtype", None)
-        make: Any = model_class(config) or AutoModelForCausalLM.from_config
-        with torch.device("meta"):
-            model = make(config)
+        shapes = None
+        with suppress(CheckpointError):
+            shapes = shapes_in(Path(name))
+        model = _on_meta(config, shapes)
         if entry is None:
             model.tie_weights()
         elif entry.get("quant_method") != METHOD:
@@ -84,6 +93,15 @@ def empty_model(name: str) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _on_meta(config: Any, shapes: Shapes | None) -> Any:
+    """The model of a configuration without weights; `shapes` are those of the weights in its folder."""
+    make: Any = model_class(config) or AutoModelForCausalLM.from_config
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
+    with building_at_most(most_tensors(shapes)), torch.device("meta"):
+        return make(plain)
 
 
 def load_tokenizer(name: str, *, needed: bool, what: str = "A calibration text") -> Any:
@@ -122,7 +140,8 @@ def no_progress_bars() -> Iterator[None]:
 def _one_line(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    # what a folder says of a model may be anything, and transformers does not check it
+    except Exception as error:
         if isinstance(error, RankwiseError):
             raise
         raise CheckpointError(

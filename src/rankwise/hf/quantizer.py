@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -30,10 +29,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.deploy.load import replacements
+from rankwise.deploy.load import check_masks, replacements
 from rankwise.deploy.structure import checking, damaged, misfit, slots, ties_of
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import check_file
+from rankwise.hf.bounds import WHOLE, check_proportion, checking_folder, shapes_of
 from rankwise.hf.format import (
     METHOD,
     OTHER_SIZES,
@@ -93,8 +93,8 @@ class RankwiseQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         # the first hook that sees the configuration; older versions have the next one instead
-        if hasattr(config, "transformers_weights"):
-            del config.transformers_weights
+        for name in ("transformers_weights", WHOLE):
+            vars(config).pop(name, None)
         return config
 
     update_tp_plan = update_attn_implementation
@@ -106,23 +106,27 @@ class RankwiseQuantizer(HfQuantizer):
             _check_weights([Path(path) for path in checkpoint_files], self.saved.files)
         split(model, [form for name in self.saved.layers for form in names_for(name, model)])
         other_sizes = SIZES_MAY_DIFFER.get()
+        held: dict[str, list[int]] = {}
         self.saved = saved = of_same_sizes(renamed_for(self.saved, model), model, ignore=other_sizes)
         if checkpoint_files:
-            held: list[str] = []
             for path in checkpoint_files:
                 if str(path).endswith(".safetensors"):
-                    with safe_open(path, framework="pt") as file:
-                        held += file.keys()
+                    held |= shapes_of(Path(path))
+            check_masks(saved.layers.values(), held.values())
             if is_foreign(model) or other_sizes:
                 saved, self.copied = with_ties_of(saved, model, held)
             else:
                 check_listed(saved, model, held)
+        else:
+            check_masks(saved.layers.values(), None)
         # masks of selected inputs are read as they are made; parameters follow the skeleton to the meta device
         with torch.device("cpu"):
             instead = replacements(saved.layers, model)
         for module in list(model.modules()):
             if id(module) in instead:
                 become(module, instead[id(module)])
+        if checkpoint_files:
+            check_proportion(model, held)
         model.all_tied_weights_keys = ties_in(saved, model)
         model._keys_to_ignore_on_load_missing = [
             *(model._keys_to_ignore_on_load_missing or ()),
@@ -211,7 +215,8 @@ def patch() -> None:
     def from_pretrained(cls: Any, *args: Any, ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         token = SIZES_MAY_DIFFER.set(ignore_mismatched_sizes)
         try:
-            return load(cls, *args, ignore_mismatched_sizes=ignore_mismatched_sizes, **kwargs)
+            with checking_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path")):
+                return load(cls, *args, ignore_mismatched_sizes=ignore_mismatched_sizes, **kwargs)
         finally:
             SIZES_MAY_DIFFER.reset(token)
 

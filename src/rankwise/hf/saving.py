@@ -6,7 +6,6 @@ for a model that rankwise changed. Files of sentence-transformers are copied whe
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -24,7 +23,8 @@ from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
-from rankwise.files import sealed, write_json
+from rankwise.files import fingerprint, read_json, sealed, write_json
+from rankwise.hf.bounds import WHOLE
 from rankwise.hf.card import OWN_RESULTS, RESULTS, UNNAMED, BeforeAfter, Card, sections_of, write_card
 from rankwise.hf.format import entry_of, is_gated
 
@@ -126,10 +126,17 @@ def check_pretrained_target(target: Path, overwrite: bool) -> None:
         for entry in sorted(folder.iterdir()):
             if entry.is_dir() and entry.name not in known:
                 return f"also holds the folder {entry.name}"
-        is_model = config.is_file() and "model_type" in json.loads(config.read_text())
+        is_model = config.is_file() and _names_model(config)
         return None if is_model else f"has no {CONFIG} of one"
 
     check_target(target, overwrite, not_ours)
+
+
+def _names_model(config: Path) -> bool:
+    try:
+        return "model_type" in read_json(config)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def save_changed(
@@ -161,10 +168,11 @@ def save_changed(
     if entry is not None and model.should_save_on_this_rank(is_main_process):
         # Without `import rankwise.hf`, transformers only warns of an unknown `quant_method` and goes on with random
         # weights. But it stops at a file name for the weights that cannot be one, and shows it: here it is a sentence.
-        content = json.loads(config.read_text(encoding="utf-8"))
+        content = read_json(config)
         # weights of gates are not loaded by this entry
         checked = sealed(entry, () if is_gated(model) else _weights_in(config.parent))
-        write_json(config, {**content, ENTRY: checked, "transformers_weights": REMEDY})
+        content = {**content, ENTRY: checked, "transformers_weights": REMEDY}
+        write_json(config, content if is_gated(model) else {**content, WHOLE: fingerprint(content)})
     if push_to_hub:
         # it saves by `save_pretrained`, and so by this function, before it uploads
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
@@ -213,7 +221,7 @@ def _copy_sentence_files(source: str, target: Path) -> list[str]:
 def _module_folders(folder: Path) -> set[str]:
     """The folders that `modules.json` of a folder names, unless they lie elsewhere than directly in it."""
     try:
-        paths = [entry.get("path") for entry in json.loads((folder / MODULES).read_bytes())]
+        paths = [entry.get("path") for entry in read_json(folder / MODULES)]
     except (OSError, ValueError, TypeError, AttributeError):
         return set()
     names = {path for path in paths if isinstance(path, str) and path not in ("", "..") and "\\" not in path}

@@ -181,6 +181,14 @@ def test_a_damaged_archive_is_refused_and_removed(server, tmp_path, damage, mess
     assert not (tmp_path / "b").exists()
 
 
+def test_an_archive_that_was_made_to_fill_the_disk_is_refused(server, tmp_path):
+    bomb = bytes(200_000_000)
+    server.content = zipped(a=bomb)
+    with pytest.raises(DataError, match=r"must unpack to at most 1\d,\d+,\d+ bytes, but has 200,000,000"):
+        fetch(published(server, a=bomb), tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_an_archive_that_cannot_be_unpacked_for_want_of_space_is_kept(server, tmp_path, monkeypatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import math
 from dataclasses import replace
@@ -115,6 +116,22 @@ def test_a_stopped_experiment_goes_on(
         for key in ("name", "parameters", "valid", "test", "steps"):
             assert found[key] == wanted[key], key
     assert rest.steps <= 4 * PHASE.steps - stopped.steps + PHASE.checkpoint_every
+
+
+@pytest.mark.parametrize("title", ["evaluating base", "training the dense model on", "evaluating fac", "timing"])
+def test_a_second_run_in_the_folder_is_refused_also_between_two_parts(title: str, tmp_path: Path) -> None:
+    experiment, refusals = toy(tmp_path, compare=("dense", "fac")), []
+
+    class Second(Phases):
+        def phase(self, now: str) -> None:
+            super().phase(now)
+            if now == title:
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    refusals.append(pool.submit(run, experiment, tmp_path / "run").exception())
+
+    record = run(experiment, tmp_path / "run", watcher=Second())
+    assert [str(each).partition(",")[0] for each in refusals] == ["One process may run in a folder"]
+    assert len(record["rows"]) == 3
 
 
 def test_a_finished_experiment_is_only_read(whole: tuple[StreamExperiment, dict[str, Any]], tmp_path: Path) -> None:

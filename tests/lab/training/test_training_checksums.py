@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rankwise.errors import CheckpointError
+from rankwise.files import CHECKSUM, sealed
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
 from tests.flips import flipped
 from tests.lab.training.test_training_resume import At, KillError, assert_same, kill
@@ -89,3 +90,22 @@ def test_a_run_with_a_flipped_bit_ends_with_the_same_weights_once_that_checkpoin
             run("sru", "flop-l0", tmp_path / "run")
     shutil.rmtree(last)
     assert_same(whole, run("sru", "flop-l0", tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"configuration": 5}, {"configuration": {"training": []}}, {"best": 5}, {"best": {"loss": 1.0}},
+        {"best": {"step": [], "loss": 1}}, {"logged": "x"}, {"seconds": None}, {"skipped": {"x": 1}},
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_says_what_none_says_is_one_error(changes: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(KillError):
+        run("sru", "flop-l0", tmp_path / "run", progress=At(7, kill))
+    path = tmp_path / "run" / "checkpoints" / "step-6" / "checkpoint.json"
+    content = json.loads(path.read_text())
+    plain = {key: value for key, value in content.items() if key not in (CHECKSUM, "files")}
+    plain["about"] |= changes
+    path.write_text(json.dumps(sealed(plain, [path.with_name(name) for name in FILES[1:]])))
+    with pytest.raises(CheckpointError, match="A checkpoint must be whole, but .*step-6 is not: .*of step 4"):
+        run("sru", "flop-l0", tmp_path / "run")

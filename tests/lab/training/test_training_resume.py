@@ -183,6 +183,23 @@ def test_ctrl_c_in_an_evaluation_repeats_the_evaluation(tmp_path: Path, monkeypa
     assert_same(whole, run("sru", "flop-l0", tmp_path / "run"))
 
 
+def test_a_scheduler_that_ends_the_job_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    whole = run("sru", "flop-l0", tmp_path / "whole")
+    config = dataclasses.replace(CONFIG, checkpoint_every=100)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="Stopped after step 7 of 12; run the same again") as stopped:
+        run(
+            "sru",
+            "flop-l0",
+            tmp_path / "run",
+            config=config,
+            progress=At(7, lambda: signal.raise_signal(signal.SIGTERM)),
+        )
+    assert stopped.value.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert_same(whole, run("sru", "flop-l0", tmp_path / "run", config=config))
+
+
 def test_a_second_ctrl_c_ends_the_program_at_once(tmp_path: Path) -> None:
     def press_twice() -> None:
         press_ctrl_c()

@@ -6,11 +6,12 @@ load(path) -> runner                                            runner(**inputs)
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from rankwise.deploy.export.check import Exported, Format, Runner, as_flat_numpy, imported
 from rankwise.deploy.export.program import Captured, flatten, one_line_errors, quiet
 from rankwise.errors import CheckpointError, first_line
+from rankwise.files import parse_json
 
 __all__ = ["FORMATS", "Exported", "Format", "Runner", "onnx", "openvino", "pt2"]
 
@@ -158,6 +160,27 @@ class OpenVino(Format):
         return run
 
 
+class _UnfailingFile(io.RawIOBase):
+    """A file that takes note of an error and goes on: torch's writer ends the process where a disk is full."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            if self.error is None:
+                self.file.write(data)
+                self.file.flush()
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        # torch rewinds what it has written, for readers that this file has not
+        return 0
+
+
 class Pt2(Format):
     """`torch.export`'s own file: runs in PyTorch without the model's code.
 
@@ -168,14 +191,22 @@ class Pt2(Format):
 
     def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
         names = {NAMES: json.dumps(captured.outputs)}
-        return lambda folder: torch.export.save(captured.program, folder / self.file, extra_files=names)
+
+        def write(folder: Path) -> None:
+            with (folder / self.file).open("wb") as file:
+                target = _UnfailingFile(file)
+                torch.export.save(captured.program, target, extra_files=names)  # type: ignore[arg-type]
+                if target.error is not None:
+                    raise target.error
+
+        return write
 
     def load(self, path: str | os.PathLike[str]) -> Runner:
         """An exported folder in PyTorch."""
         file, extra = self.found(path), {NAMES: ""}
         with quiet(), one_line_errors(f"{file} must run in this torch, but it says"):
             module: Any = torch.export.load(file, extra_files=extra).module()
-        outputs = json.loads(extra[NAMES])
+        outputs = parse_json(extra[NAMES])
 
         def run(**given: Any) -> dict[str, Tensor]:
             with torch.inference_mode():

@@ -24,7 +24,7 @@ import numpy as np
 from filelock import FileLock
 
 from rankwise.errors import DataError, InvalidValueError
-from rankwise.files import reason, sync
+from rankwise.files import read_json, reason, sync
 from rankwise.lab.data.vocabulary import (
     SYMBOLS,
     Array,
@@ -86,7 +86,7 @@ class Corpus:
 def open_corpus(folder: Path) -> Corpus:
     """Map a prepared corpus into memory; what is missing or cut short is refused."""
     try:
-        about = json.loads((folder / "corpus.json").read_bytes())
+        about = read_json(folder / "corpus.json")
         if (about["format"], about["version"]) != (FORMAT, VERSION):
             raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
         splits = {split: np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False) for split in SPLITS}
@@ -96,7 +96,7 @@ def open_corpus(folder: Path) -> Corpus:
         return Corpus(
             name=about["name"],
             unit=about["unit"],
-            vocabulary=Vocabulary.from_json(json.loads((folder / "vocabulary.json").read_bytes())),
+            vocabulary=Vocabulary.from_json(read_json(folder / "vocabulary.json")),
             provenance=about["provenance"],
             fingerprint=about["fingerprint"],
             folder=folder,

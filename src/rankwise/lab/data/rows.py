@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import DataError, nearest
+from rankwise.files import parse_json
 from rankwise.lab.data.vocabulary import unreadable
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -229,9 +230,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: must be JSON, but is not: {error}.") from None
+        raise DataError(f"{path}, line {number}: must be JSON, but {error}.") from None
     if not isinstance(found, dict):
         raise DataError(f"{path}, line {number}: must be an object with columns, but is a {type(found).__name__}.")
     return found

@@ -252,7 +252,7 @@ class Vocabulary:
     def from_json(cls, data: Any) -> Vocabulary:
         try:
             kind, tokens = data["kind"], tuple(token.encode("utf-8", "surrogateescape") for token in data["tokens"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise DataError("A saved vocabulary must hold its `kind` and a list of texts, `tokens`.") from error
         if kind not in get_args(Kind):
             raise DataError(f"The `kind` of a vocabulary must be one of {', '.join(get_args(Kind))}, but is {kind!r}.")

@@ -36,7 +36,7 @@ from rankwise.lab.experiments.variants import DENSE, AnyTask, Context, Part, Row
 from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
 from rankwise.lab.training import Watcher
 from rankwise.lab.training.records import FORMAT as TRAINED
-from rankwise.lab.training.records import read_json, write_file
+from rankwise.lab.training.records import RunFolder, read_json, write_file
 from rankwise.lab.training.trackers import check_trackers
 from rankwise.latency import SLOWER, meet_latency
 from rankwise.measure import time_together
@@ -93,6 +93,15 @@ def run_variants(
         and has_models(path, finished["rows"], *task.beside)
     ):
         return finished
+    with RunFolder(path).held():
+        return _run_variants(context, experiment, variants, wanted, task)
+
+
+def _run_variants(
+    context: Context, experiment: Experiment, variants: Sequence[Variant], wanted: list[str], task: AnyTask
+) -> dict[str, Any]:
+    """Every part that is not finished; the folder is ours alone meanwhile."""
+    path = context.folder
     latency = _latency(context, task, path)
     sized = [replace(each, experiment=with_size(each.experiment, latency)) for each in variants]
     variants = _from_base(experiment, sized)
@@ -114,7 +123,7 @@ def run_variants(
         "version": VERSION,
         "name": experiment.name,
         "seed": experiment.seed,
-        "experiment": settings,
+        "experiment": described(experiment),
         "arms": wanted,
         "corpus": task.record(),
         "base": base,
@@ -154,6 +163,19 @@ def sweep(
         check_seed(seed)
     path, watcher = Path(folder), watcher or Watcher()
     claim(path, SWEEP)
+    with RunFolder(path).held():
+        return _sweep(experiment, path, methods, removed, seeds, watcher, trackers)
+
+
+def _sweep(
+    experiment: Experiment,
+    path: Path,
+    methods: Sequence[str],
+    removed: Sequence[float],
+    seeds: Sequence[int],
+    watcher: Watcher,
+    trackers: Sequence[str],
+) -> dict[str, Any]:
     of = "model" if experiment.budget is None else experiment.budget.of
     sizes = {f"{100 * level:g}": Budget(removed=level, of=of) for level in removed}
     variants = []
@@ -186,11 +208,12 @@ def train(
     path = Path(folder)
     claim(path, FORMAT)
     context = begin(experiment, path, watcher, trackers)
-    latency = _latency(context, experiment.make_task(context.data), path)
-    with_size(experiment, latency).make_task(context.data).check()
-    _check_parts(context, experiment, [])
-    _announce(experiment, path, latency)
-    return train_base(context, experiment)
+    with RunFolder(path).held():
+        latency = _latency(context, experiment.make_task(context.data), path)
+        with_size(experiment, latency).make_task(context.data).check()
+        _check_parts(context, experiment, [])
+        _announce(experiment, path, latency)
+        return train_base(context, experiment)
 
 
 def prune(
@@ -215,6 +238,12 @@ def prune(
     context = begin(experiment, path.parent, watcher, trackers, read)
     task = experiment.make_task(context.data)
     task.check_base(Path(base))
+    with RunFolder(path).held():
+        return _prune(context, task, path, model)
+
+
+def _prune(context: Context, task: AnyTask, path: Path, model: Path) -> Row:
+    experiment = task.experiment
     latency = _latency(context, task, path)
     part = Part.of_variant(context, Variant(path.name, with_size(experiment, latency)), model, model)
     part.task.check()

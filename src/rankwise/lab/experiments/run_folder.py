@@ -27,7 +27,7 @@ from rankwise.lab.data.vocabulary import Vocabulary, digest_of
 from rankwise.lab.tasks.base import Experiment, SavedModel, Task, from_json
 from rankwise.lab.tasks.streams import read_vocabulary
 from rankwise.lab.training.checkpoint import check_same
-from rankwise.lab.training.config import HOUSEKEEPING, LoopConfig, binding
+from rankwise.lab.training.config import LoopConfig, binding, lasting
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 
@@ -87,7 +87,7 @@ def _lasting(settings: Any) -> Any:
     """Settings without those that change no result, which earlier versions may not have had."""
     if not isinstance(settings, Mapping):
         return settings
-    return {name: _lasting(value) for name, value in settings.items() if name not in HOUSEKEEPING}
+    return {name: _lasting(value) for name, value in lasting(settings).items()}
 
 
 def has_models(folder: Path, rows: Iterable[Mapping[str, Any]], *beside: str) -> bool:
@@ -184,7 +184,13 @@ def load_run(folder: Path) -> Exported:
     vocabulary = read_vocabulary(saved.folder)
     if vocabulary is None:
         raise _unfinished(saved.folder)
-    return Exported(saved.folder, load(saved.path).eval(), vocabulary)
+    model: Any = load(saved.path).eval()
+    if model.config.num_words != len(vocabulary):
+        raise CheckpointError(
+            f"A model must have as many words as its vocabulary, but in {saved.folder} it has "
+            f"{model.config.num_words:,} and {VOCABULARY} {len(vocabulary):,}. Take both from the same run."
+        )
+    return Exported(saved.folder, model, vocabulary)
 
 
 def find_run(folder: Path) -> SavedModel:

@@ -29,7 +29,7 @@ from rankwise.lab.experiments.run_folder import (
 )
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
-from rankwise.lab.training.records import RunFolder, read_json, write_file
+from rankwise.lab.training.records import SKIPPED, RunFolder, read_json, write_file
 from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
 from rankwise.methods.svd import Svd
@@ -185,14 +185,14 @@ class Part:
     ) -> Row:
         """Heal a trained model where the experiment asks for it, save it and evaluate it; `record`: of its training."""
         watcher, folder = self.context.watcher, self.context.folder / name
-        counted = [unit for unit in ("tokens", "examples", "seconds") if unit in record]
+        counted = [unit for unit in ("tokens", "examples", "seconds", SKIPPED) if unit in record]
         spent = {key: record[key] for key in counted}
         if self.experiment.healing is not None:
             config = self.task.phase(self.experiment.healing, self.config.seed)
             watcher.phase(f"healing {name}")
             outcome = self._fit(f"{name}/{HEALING}", model, config=config)
             model, steps = outcome.model, steps + config.steps
-            spent = {key: spent[key] + outcome.record[key] for key in counted}
+            spent = {key: spent[key] + outcome.record.get(key, 0) for key in counted}
         watcher.phase(f"evaluating {name}")
         self.task.save(model.eval(), folder / MODEL, size)
         write_experiment(folder, experiment, self.task.fingerprint)

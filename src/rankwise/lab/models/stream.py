@@ -107,7 +107,8 @@ class _Remembered:
         kept = min(self.stop - self.start, limit)
         self.start = self.stop - kept
         if self.room is None or self.stop + size_T > self.room.shape[1]:
-            room = kv_BTA.new_empty(size_B, 2 * limit + size_T, width)
+            # a model may remember far more than it ever reads
+            room = kv_BTA.new_empty(size_B, 2 * min(limit, kept + size_T) + size_T, width)
             if self.room is not None:
                 room[:, :kept] = self.room[:, self.start : self.stop]
             self.room, self.start, self.stop = room, 0, kept

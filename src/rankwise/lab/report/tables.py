@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, RankwiseError, shortened
+from rankwise.files import read_json as read_content
+from rankwise.files import reason
 
 MEASURES = {
     "bits_per_character": "bits per character",
@@ -56,15 +58,38 @@ class Table:
 
 def row_table(row: Mapping[str, Any]) -> Table:
     """The table of a single model: its size, and its quality on both splits."""
+    with _reading():
+        return _row_table(row)
+
+
+def _row_table(row: Mapping[str, Any]) -> Table:
     shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
     figures = [(split, measure) for split in SPLITS for measure in measures_of(row[split])]
     columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES.get(m, m)}" for s, m in figures))
     cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
-    return Table(columns, ((row["name"], f"{row['parameters']:,}", *cells),))
+    return Table(columns, ((str(row["name"]), f"{row['parameters']:,}", *cells),))
 
 
 def table(record: Mapping[str, Any]) -> Table:
     """The table of a run, or of a sweep, which has means over seeds and their spread."""
+    with _reading():
+        return _table(record)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Say in one line that what was read is no record of ours: its content is checked by being used."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, RankwiseError):
+            raise
+        raise CheckpointError(
+            f"A record must be as rankwise wrote it, but is not: {shortened(reason(error), 200)}. {REMEDY}"
+        ) from error
+
+
+def _table(record: Mapping[str, Any]) -> Table:
     runs = record.get("runs", [record])
     measures = measures_of(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
@@ -77,7 +102,7 @@ def table(record: Mapping[str, Any]) -> Table:
         lost = _lost(runs, name, measures[0]) if measures else []
         rows.append(
             (
-                name,
+                str(name),
                 f"{group[0]['parameters']:,}{' *' if group[0]['nonzeros'] else ''}",
                 *(f"{group[0][share]:.1%}" for share in shares),
                 *(
@@ -154,9 +179,11 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
     models = [path for path in paths if (path / EXPORT).is_file() and "rows" in read_json(path / EXPORT)]
     for path in paths:
         if path not in models:
-            found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
+            with _reading():
+                found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
     if models:
-        found[", ".join(map(str, models))] = _record_of_models(models)
+        with _reading():
+            found[", ".join(map(str, models))] = _record_of_models(models)
     return found
 
 
@@ -196,9 +223,10 @@ def _records_at(path: Path) -> dict[Path, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {error}. {REMEDY}") from error
+        content = read_content(path)
+    except (OSError, ValueError) as error:
+        why = reason(error)
+        raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is not: {why}. {REMEDY}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must be JSON that rankwise wrote, but is no object. {REMEDY}")
     return content

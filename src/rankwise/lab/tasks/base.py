@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
-from rankwise.errors import RankwiseError, nearest
+from rankwise.errors import InvalidTypeError, RankwiseError, nearest, shortened
 from rankwise.lab.data.vocabulary import Progress
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Objective
@@ -253,6 +253,8 @@ class Experiment(ABC):
             group: Any = next(filter(dataclasses.is_dataclass, choices), None)
             if isinstance(value, dict) and group is not None:
                 parts[name] = group(**value)
+            elif group is not None and not isinstance(value, tuple(c for c in choices if isinstance(c, type))):
+                raise InvalidTypeError(f"`{name}` is {shortened(value, 80)!r}")
         return parts
 
 
@@ -277,8 +279,8 @@ def from_json(plain: Mapping[str, Any]) -> Experiment:
         raise RankwiseError(f"A saved experiment must have one of the settings {known}, but has none of them.")
     try:
         return kind(**kind.parts_from_json(plain))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RankwiseError(f"A saved experiment must hold all of its settings, but {error}.") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RankwiseError(f"A saved experiment must hold all of its settings, but {shortened(error)}.") from error
 
 
 def described(experiment: Experiment) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rankwise.errors import CheckpointError, InvalidValueError
+from rankwise.errors import CheckpointError, InvalidValueError, shortened
 from rankwise.files import (
     FILES,
     check_file,
+    check_header,
     check_seal,
+    read_json,
     reason,
     same_tensors,
     sealed,
@@ -83,8 +86,8 @@ class Checkpoints:
     def load(self, step: int, evaluated: bool = True) -> Checkpoint:
         """Read a checkpoint; what is damaged is refused."""
         path = self._path(step, evaluated)
-        try:
-            about = json.loads((path / ABOUT).read_bytes())
+        with self.reading(step, evaluated):
+            about = read_json(path / ABOUT)
             if (about["format"], about["version"]) != (FORMAT, VERSION):
                 raise InvalidValueError(f"its format is {about['format']} {about['version']}, not {FORMAT} {VERSION}")
             if verifies():
@@ -92,17 +95,25 @@ class Checkpoints:
             model = load_file(path / MODEL)
             model.update({name: model[first] for name, first in about["tied"].items()})
             return Checkpoint(step, evaluated, model, load_file(path / TRAINING), about["about"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+
+    @contextmanager
+    def reading(self, step: int, evaluated: bool) -> Iterator[None]:
+        """Say in one line what is wrong with a checkpoint that cannot be read or used, and what the run does next."""
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+            path = self._path(step, evaluated)
             before = [number for number, done in self.steps() if (number, done) < (step, evaluated)]
             then = f"continues from the one before, of step {before[-1]}" if before else "starts again"
+            why = shortened(reason(error))
             raise CheckpointError(
-                f"A checkpoint must be whole, but {path} is not: {reason(error)}. Remove that folder; the run {then}."
+                f"A checkpoint must be whole, but {path} is not: {why}. Remove that folder; the run {then}."
             ) from error
 
     def has_best(self, checkpoint: Checkpoint) -> bool:
         """Whether the best weights before a checkpoint are there still, without which its run cannot end."""
         best = checkpoint.about["best"]
-        return best is None or best["step"] == checkpoint.step or (best["step"], True) in self.steps()
+        return best is None or int(best["step"]) == checkpoint.step or (int(best["step"]), True) in self.steps()
 
     def sweep(self) -> None:
         """Remove what a killed run left unfinished."""
@@ -151,6 +162,8 @@ def _check(folder: Path, about: Mapping[str, Any]) -> None:
     try:
         check_seal(about)
         for name in (MODEL, TRAINING):
+            # which a file of zeros without end does not have, however long it would take to read
+            check_header(folder / name)
             check_file(folder / name, about[FILES])
     except CheckpointError as error:
         raise InvalidValueError(f"{name} is damaged: {error}") from None

@@ -20,6 +20,7 @@ from rankwise.lab.data.windows import Evaluation
 Precision = Literal["no", "bf16"]
 Schedule = Literal["inverse-sqrt", "cosine", "constant", "linear"]
 Device = Literal["auto", "cpu"]
+NonFinite = Literal["stop", "skip"]
 
 
 # Learning rate schedules are factors on the peak: pure functions of the step k = 1, 2, ..., the number w of warm-up
@@ -100,6 +101,9 @@ class LoopConfig:
     """The last checkpoints that are kept, beside the best one."""
     log_every: int = 100
     """Steps between lines of metrics."""
+    nonfinite: NonFinite = "stop"
+    """What a loss or gradient that is NaN or infinite does: "stop" the run, or "skip" the batch, which leaves weights,
+    gates and carried states alone and is counted. On a GPU "skip" waits for every step, and records no graphs."""
     seed: int = 0
     """The seed of dropout and of the order of the data."""
     drop_closed: bool = True
@@ -114,6 +118,7 @@ class LoopConfig:
         check_choice(self, "schedule", tuple(SCHEDULES))
         check_choice(self, "precision", get_args(Precision))
         check_choice(self, "device", get_args(Device))
+        check_choice(self, "nonfinite", get_args(NonFinite))
         check_positive(self, "lr", "clip")
         check_decay(self)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -197,6 +202,8 @@ class TuningConfig:
     """Steps between lines of metrics."""
     checkpoint_every: int = 500
     """Steps between checkpoints, from which a stopped phase resumes."""
+    nonfinite: NonFinite = "stop"
+    """What a loss or gradient that is NaN or infinite does: "stop" the run, or "skip" the batch and count it."""
 
     def __post_init__(self) -> None:
         check_whole(self, 1, "max_steps", "min_steps", "batch_size", "log_every", "checkpoint_every")
@@ -205,6 +212,7 @@ class TuningConfig:
         if not 0 <= self.warmup < 1:
             raise InvalidValueError(f"`warmup` must be a share of the steps, in [0, 1), but is {self.warmup} instead.")
         check_choice(self, "schedule", ("linear", "cosine", "constant"))
+        check_choice(self, "nonfinite", get_args(NonFinite))
 
     def steps(self, num_examples: int) -> int:
         """The number of steps over a training set of that size."""
@@ -213,7 +221,7 @@ class TuningConfig:
 
     def counted(self, num_examples: int, *, precision: Precision, device: Device, seed: int) -> LoopConfig:
         """The settings of the loop over a training set of that size."""
-        same = ("batch_size", "lr", "schedule", "weight_decay", "clip", "checkpoint_every", "log_every")
+        same = ("batch_size", "lr", "schedule", "weight_decay", "clip", "checkpoint_every", "log_every", "nonfinite")
         settings: dict[str, Any] = {name: getattr(self, name) for name in same}
         steps = self.steps(num_examples)
         warmup = int(self.warmup * steps)
@@ -224,12 +232,22 @@ class TuningConfig:
 
 HOUSEKEEPING = ("checkpoint_every", "keep", "drop_closed")
 """Settings that change neither weights nor metrics, or by rounding alone, so a resumed run may have others."""
+ADDED = {"nonfinite": "stop"}
+"""Settings that earlier versions did not have, with the value that they behaved like."""
+
+
+def lasting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide a result, as every version writes them."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in HOUSEKEEPING and not (name in ADDED and value == ADDED[name])
+    }
 
 
 def binding(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's configuration that it may not change when it is resumed."""
-    training = {key: value for key, value in configuration["training"].items() if key not in HOUSEKEEPING}
-    return {**configuration, "training": training}
+    return {**configuration, "training": lasting(configuration["training"])}
 
 
 def device_of(device: Device) -> torch.device:

@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from rankwise.core.budget import count
 from rankwise.errors import RankwiseError
 from rankwise.lab.training.config import LoopConfig
 from rankwise.lab.training.objective import Progress, Trainable
-from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, write_file
+from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, SKIPPED, write_file
 from rankwise.lab.training.run import Best, MakePruner, Run
 from rankwise.lab.training.trackers import Trackers, check_trackers
 from rankwise.pruner import Pruner
@@ -32,39 +33,44 @@ from rankwise.surroundings import surroundings
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; its message says how to resume it."""
+    """The run was stopped, by Ctrl-C or by a scheduler; its message says how to resume it."""
+
+    signal: int = signal.SIGINT
+    """The signal that stopped it."""
 
 
 class Stop:
-    """Remembers that the user asked to stop."""
+    """Remembers that a stop was asked for."""
 
-    requested = False
+    requested: int | None = None
+    """The signal."""
 
     def check(self) -> None:
         """Raise where a stop was asked for: called where nothing is half-done."""
-        if self.requested:
+        if self.requested is not None:
             raise Interrupted
 
 
 @contextmanager
 def interruption() -> Iterator[Stop]:
-    """Turn the first Ctrl-C into a request; a second one ends the program at once."""
+    """Turn the first Ctrl-C, or SIGTERM of a scheduler, into a request; a second one ends the program at once."""
     stop = Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.requested is not None:
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.requested = number
 
     # only the main thread gets signals, and only it may say what happens then
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,9 +184,20 @@ def _take_steps(
     except Interrupted:
         run.seconds += clock.lap(run.step)[0]
         run.save()
-        raise Interrupted(
+        stopped = Interrupted(
             f"Stopped after step {run.step} of {run.config.steps}; run the same again to go on from there."
-        ) from None
+        )
+        stopped.signal = stop.requested or signal.SIGINT
+        raise stopped from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RankwiseError) or not _is_out_of_memory(error):
+            raise
+        raise run.out_of_memory(error) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # on a CPU torch raises a plain error
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, Any]:
@@ -234,6 +251,7 @@ def _finish(run: Run) -> Outcome:
         "sizes": {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size()),
         "quality": {"valid": quality},
         "seconds": run.seconds,
+        **({SKIPPED: run.skipped.steps} if run.config.nonfinite == "skip" else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
     }

@@ -5,20 +5,42 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rankwise.errors import CheckpointError
-from rankwise.files import reason, write_json
+from rankwise.errors import CheckpointError, shortened
+from rankwise.files import parse_json, reason, write_json
+from rankwise.files import read_json as read_content
 
 FORMAT, FORMAT_VERSION = "rankwise-run", 1
 """The format of the record of one training."""
+LOCK = ".lock"
+SKIPPED = "skipped_steps"
+"""The key of metrics and records under which the number of skipped steps stands."""
+
+
+@dataclass
+class Skipped:
+    """Batches whose loss or gradient was not finite, where they are skipped."""
+
+    steps: int = 0
+    in_a_row: int = 0
+    unlogged: int = 0
+    """Since the last line of metrics."""
+
+    def count(self, finite: bool) -> None:
+        """Take note of a step."""
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self.steps += not finite
+        self.unlogged += not finite
 
 
 class RunFolder:
@@ -31,8 +53,12 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes out of the folder; one that is killed holds nothing."""
-        lock = FileLock(self.path / ".lock", timeout=0)
+        """Keep other processes out of the folder; one that is killed holds nothing.
+
+        This process may hold it several times. A folder in which nothing was done is removed again.
+        """
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        lock = FileLock(self.path / LOCK, timeout=0, is_singleton=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
@@ -42,11 +68,19 @@ class RunFolder:
                 "Wait until it has ended, or choose another folder."
             ) from None
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            # a finished run may be read where nobody can write
+            if not self.path.is_dir() or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise unwritable(self.path, error) from error
         try:
             yield
         finally:
+            if missing and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
             lock.release()
+            for folder in missing:
+                # which fails where something was done
+                with suppress(OSError):
+                    folder.rmdir()
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
@@ -76,7 +110,7 @@ class RunFolder:
         # only a line that ends is complete
         for number, line in enumerate(self.metrics.read_bytes().split(b"\n")[:-1], 1):
             try:
-                content: dict[str, Any] = json.loads(line)
+                content: dict[str, Any] = parse_json(line)
                 is_metrics = type(content["step"]) is int
             except (ValueError, KeyError, TypeError):
                 is_metrics = False
@@ -116,11 +150,11 @@ def unwritable(folder: Path, error: OSError) -> CheckpointError:
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
     """The content of a JSON file, which must hold these keys; None where there is no file."""
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        content = read_content(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise foreign_file(path, f"cannot be read: {error}") from error
+        raise foreign_file(path, f"cannot be read: {reason(error)}") from error
     if not isinstance(content, dict):
         raise foreign_file(path, f"is a {type(content).__name__}")
     for key in keys:
@@ -131,6 +165,5 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
 
 def foreign_file(path: Path, found: str) -> CheckpointError:
     """The error for a file that rankwise did not write."""
-    return CheckpointError(
-        f"{path} must be JSON that rankwise wrote, but {found.rstrip('.')}. Remove it, or choose another folder."
-    )
+    why = shortened(found).rstrip(".")
+    return CheckpointError(f"{path} must be JSON that rankwise wrote, but {why}. Remove it, or choose another folder.")

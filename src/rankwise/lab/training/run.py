@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.optim import linear
-from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
 from rankwise.lab.training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -24,10 +24,10 @@ from rankwise.lab.training.checkpoint import (
     optimizer_tensors,
     random_tensors,
 )  # fmt: skip
-from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
+from rankwise.lab.training.config import LoopConfig, TrainingConfig, autocast, binding, device_of
 from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.objective import Trainable
-from rankwise.lab.training.records import RunFolder
+from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
@@ -36,6 +36,8 @@ GATES = "gates"
 """The key of a line of metrics under which they stand."""
 BINS = 20
 """Equal parts of [0, 1]."""
+SKIPPED_IN_A_ROW = 100
+"""Skipped steps one after the other that stop a run all the same."""
 POINTS = 20
 """Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
@@ -93,6 +95,7 @@ class Run:
         """Losses and gradient norms since the last line of metrics."""
         self.logged = 0
         """The step of that line."""
+        self.skipped = Skipped()
         if self.pruner is not None:
             self._warn_if_too_short(self.pruner)
 
@@ -160,17 +163,41 @@ class Run:
         """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
         config, num_parts = self.config, self.config.accumulate
         self.optimizer.zero_grad()
+        states, sums = [], torch.zeros_like(self.sums)
         for index, part in enumerate(self.parts):
             with autocast(config.precision, self.device):
                 loss, reported, state = self.objective.loss(part, index)
             (loss / num_parts).backward()  # type: ignore[no-untyped-call]
-            self.objective.carry(state, index)
-            self.sums[0] += reported / num_parts
+            states.append(state)
+            sums[0] += reported / num_parts
         if config.clip is not None:
-            self.sums[1] += nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+            sums[1] += nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        if config.nonfinite == "skip" and not self._is_finite(sums):
+            return
+        for index, state in enumerate(states):
+            self.objective.carry(state, index)
+        self.sums += sums
         self.optimizer.step()
         if self.pruner is None:
             self.optimizer.zero_grad()
+
+    def _is_finite(self, sums: Tensor) -> bool:
+        """Whether the loss and the gradients of a step are finite; if not, the gradients are cleared."""
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = sums[1] if self.config.clip is not None else nn.utils.get_total_norm(grads)
+        finite = math.isfinite(float(sums[0] + norm))
+        self.skipped.count(finite)
+        if self.skipped.in_a_row >= SKIPPED_IN_A_ROW:
+            raise self._diverged(
+                f"was not in {self.skipped.in_a_row} steps one after the other, up to step {self.step}"
+            )
+        if not finite:
+            self.optimizer.zero_grad()
+            # the ramp stays in time with the steps: the pruner goes on as after a batch that says nothing
+            for gate in [] if self.pruner is None else self.pruner.controller.gates:
+                if gate.z is not None and gate.z.grad is not None:
+                    gate.z.grad.zero_()
+        return finite
 
     def _move_weights_by_graph(self, graphs: StepGraphs) -> None:
         self.parts, key = self.objective.fixed_batch(self.step)
@@ -186,13 +213,15 @@ class Run:
 
     def training_metrics(self) -> dict[str, Any]:
         """Means since the last line, and how large the model is."""
-        num_steps = self.step - self.logged
+        num_steps = max(self.step - self.logged - self.skipped.unlogged, 1)
         self._check_finite(float(self.sums.sum()))
         loss, norm = (self.sums / num_steps).tolist()
         line: dict[str, Any] = {**self.objective.figures(loss)}
         line["lr"] = self.config.lr_at(self.step, pruning=self.pruning)
         if self.config.clip is not None:
             line["gradient_norm"] = norm
+        if self.config.nonfinite == "skip":
+            line[SKIPPED] = self.skipped.steps
         if self.pruner is not None:
             line["target_size"] = self.pruner.controller.target_size()
             line["expected_size"] = self.pruner.controller.expected_size()
@@ -202,14 +231,31 @@ class Run:
     def forget_sums(self) -> None:
         """Start new means."""
         self.sums.zero_()
+        self.skipped.unlogged = 0
         self.logged = self.step
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise DivergedError(
-                f"The loss must stay finite, but is not any more at step {self.step}. Lower `lr`, set `clip`, or "
-                f"raise `warmup_steps`; the checkpoints in {self.checkpoints.folder} are from before."
-            )
+            raise self._diverged(f"is not any more at step {self.step}")
+
+    def _diverged(self, what: str) -> DivergedError:
+        return DivergedError(
+            f"The loss must stay finite, but {what}. Lower `lr`, set `clip`, raise `warmup_steps`, or, for a batch now "
+            f"and then, set `nonfinite` to skip; the checkpoints in {self.checkpoints.folder} are from before."
+        )
+
+    def out_of_memory(self, error: BaseException) -> RankwiseError:
+        """The error for a step that does not fit into memory, with what to try."""
+        config = self.config
+        # other tasks read whole examples, which the settings of a phase do not cut
+        parts = isinstance(config, TrainingConfig)
+        less = f"raise `accumulate` ({config.accumulate}; the same gradient in less memory), " if parts else ""
+        bf16 = ", set `precision` to bf16" if config.precision == "no" and self.device.type != "cpu" else ""
+        return RankwiseError(
+            f"A step must fit into the memory of {self.device}, but step {self.step + 1} does not: {first_line(error)} "
+            f"To go on, {less}lower `batch_size` ({config.batch_size}){bf16}; the checkpoints in "
+            f"{self.checkpoints.folder} are from before. A run with other settings needs another folder."
+        )
 
     def evaluate(self, check: Callable[[], None]) -> float:
         """The loss on the validation data, of what would be exported now."""
@@ -240,6 +286,7 @@ class Run:
             "best": None if self.best is None else dataclasses.asdict(self.best),
             "logged": self.logged,
             "seconds": self.seconds,
+            "skipped": dataclasses.asdict(self.skipped),
         }
         checkpoint = Checkpoint(self.step, not self.pending, dict(self.model.state_dict()), training, about)
         self.checkpoints.save(checkpoint, None if self.best is None else self.best.step)
@@ -250,28 +297,32 @@ class Run:
         for saved in reversed(self.checkpoints.steps()):
             checkpoint = self.checkpoints.load(*saved)
             about = checkpoint.about
-            check_same(binding(about["configuration"]), binding(self.configuration), self.folder.path)
-            if self.checkpoints.has_best(checkpoint):
+            with self.checkpoints.reading(*saved):
+                begun, has_best = binding(about["configuration"]), self.checkpoints.has_best(checkpoint)
+            check_same(begun, binding(self.configuration), self.folder.path)
+            if has_best:
                 break
             self.checkpoints.remove(*saved)
         else:
             torch.manual_seed(self.config.seed)
             return False
-        if about["pruner"] is not None:
+        if about.get("pruner") is not None:
             with warnings.catch_warnings():
                 # what was said when pruning began need not be said again
                 warnings.simplefilter("ignore")
                 self.begin_pruning()
-        check_same({"pruner": about["pruner"]}, {"pruner": self.describe_pruner()}, self.folder.path)
+        check_same({"pruner": about.get("pruner")}, {"pruner": self.describe_pruner()}, self.folder.path)
         self.load_model(checkpoint)
-        load_optimizer(self.optimizer, checkpoint.training)
-        self.objective.load_tensors(checkpoint.training)
-        self.sums.copy_(checkpoint.training["sums"])
-        self.step, self.pending = checkpoint.step, not checkpoint.evaluated
-        self.logged, self.seconds = about["logged"], about["seconds"]
-        self.best = None if about["best"] is None else Best(**about["best"])
-        # last: making a pruner may draw numbers
-        load_random(checkpoint.training, self.device)
+        with self.checkpoints.reading(*saved):
+            load_optimizer(self.optimizer, checkpoint.training)
+            self.objective.load_tensors(checkpoint.training)
+            self.sums.copy_(checkpoint.training["sums"])
+            self.step, self.pending = checkpoint.step, not checkpoint.evaluated
+            self.logged, self.seconds = int(about["logged"]), float(about["seconds"])
+            self.skipped = Skipped(**about.get("skipped", {}))
+            self.best = None if about["best"] is None else Best(**about["best"])
+            # last: making a pruner may draw numbers
+            load_random(checkpoint.training, self.device)
         return True
 
     def load_model(self, checkpoint: Checkpoint) -> None:
@@ -313,7 +364,11 @@ class Run:
                 group["lr"] = lr
 
     def _make_graphs(self) -> StepGraphs | None:
-        if self.device.type != "cuda" or not self.objective.can_record(self.pruning or self.make_pruner is not None):
+        if (
+            self.device.type != "cuda"
+            or self.config.nonfinite == "skip"
+            or not self.objective.can_record(self.pruning or self.make_pruner is not None)
+        ):
             return None
         return StepGraphs(self._move_weights, share=not self.objective.carries)
 
