@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import InvalidValueError
 from rankwise.lazy import lazy_weight
+from rankwise.swap import own_class
 
 Layer = TypeVar("Layer", nn.Embedding, "nn.Linear | PivotLinear")
 
@@ -333,7 +334,7 @@ def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> 
 
 def runs_in_order(module: nn.Module) -> bool:
     """Whether a module does nothing but call its children one after the other."""
-    return type(module) in (nn.Sequential, LowRankLinear, LowRankEmbedding)
+    return own_class(module) in (nn.Sequential, LowRankLinear, LowRankEmbedding)
 
 
 class Pair(NamedTuple):

@@ -313,6 +313,8 @@ def refusal(module: nn.Module) -> str | None:
                 return "it is a convolution of a longer kernel, of groups or of strides"
             if module.padding not in ((0,), "valid", "same"):
                 return "it is a convolution that pads its input"
+    if any(hasattr(parameter, "full_tensor") for parameter in module._parameters.values()):
+        return "its weights are sharded: make the pruner before `fully_shard` to prune it"
     if {name for name, parameter in module._parameters.items() if parameter is not None} - own or module._buffers:
         return f"{type(module).__name__} holds more than its own weights"
     return "its weight is made from something else" if own - module._parameters.keys() else None

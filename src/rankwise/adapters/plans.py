@@ -18,6 +18,7 @@ from rankwise.core.plan import LeftOut, Plan, Site, Use, UseKind, get_module, pa
 from rankwise.errors import InvalidTypeError, PlanError, nearest
 from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, PivotLinear, runs_in_order, scale_of
 from rankwise.split import all_split
+from rankwise.swap import own_class
 
 Pattern = str | Sequence[str]
 """A regular expression that a module's whole name must match, or names: each matches itself and as a last part."""
@@ -180,10 +181,10 @@ def _why_not(module: nn.Module) -> str | None:
 
 def _refusal(module: nn.Module) -> str | None:
     """Why a module is not used as a plain linear layer or embedding; None where it is."""
-    name = type(module).__name__
+    name = own_class(module).__name__
     if isinstance(module, PivotLinear):
         return "the pair that it is half of is no LowRankLinear"
-    if type(module) in split.SPLIT:
+    if own_class(module) in split.SPLIT:
         return split.refusal(module) or "it shares a packed weight with another module"
     conv1d = name == "Conv1D" and hasattr(module, "nf") and getattr(module.weight, "ndim", 0) == 2
     if not isinstance(module, nn.Linear | nn.Embedding) and not conv1d:

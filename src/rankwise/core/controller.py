@@ -93,7 +93,7 @@ class Controller(FixedDtypeModule, ABC):
         self.schedule = schedule
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
-        self._step, self._version = 0, self.steps._version
+        self._step, self._version, self._device = 0, self.steps._version, self.steps.device
         self._has_train_masks = self._has_eval_masks = False
         self.is_narrowed = False
         """Whether closed components were dropped."""
@@ -197,7 +197,9 @@ class Controller(FixedDtypeModule, ABC):
         # Averages of weights overwrite buffers in place. So does DistributedDataParallel: at first with the state of
         # rank 0, and then before every step with what all ranks already hold, where the host must not wait for a GPU.
         is_overwritten = self.steps._version != self._version
-        if is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped):
+        # FSDP2 moves buffers to a GPU, but knows nothing of masks
+        is_moved = self.steps.device != self._device
+        if is_moved or (is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped)):
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return
@@ -208,6 +210,8 @@ class Controller(FixedDtypeModule, ABC):
             )
         # a later backward pass could not use tensors that were made in inference mode
         with torch.inference_mode(False), torch.no_grad():
+            for gate in self.gates:
+                gate.move_mask(self.steps.device)
             if evaluation:
                 self._has_eval_masks = True
                 self._make_eval_masks()
@@ -253,7 +257,7 @@ class Controller(FixedDtypeModule, ABC):
         if sizes != self.layout.sizes:
             self.resize(sizes)
         self._has_train_masks = self._has_eval_masks = False
-        self._version = self.steps._version
+        self._version, self._device = self.steps._version, self.steps.device
         if not self.steps.is_meta:
             self._step = int(self.steps)
 

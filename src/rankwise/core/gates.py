@@ -150,6 +150,11 @@ class Gate(FixedDtypeModule):
         self.num_components = len(kept)
         self.active, self.is_binary, self.eval_mask = None, False, None
 
+    def move_mask(self, device: torch.device) -> None:
+        """Have z on `device`, where it is filled next."""
+        if self.z is not None and self.z.device != device:
+            self.z = torch.ones(self.num_components, device=device).requires_grad_(self.z.requires_grad)
+
     def forward(self) -> Mask:
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
         compiled = torch.compiler.is_compiling()

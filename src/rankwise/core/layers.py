@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
+from rankwise.core.sharding import gathered, host_copies, is_first_rank, is_sharded, mesh_of, reshard, to_meta
 from rankwise.core.widths import WidthMatrix, WidthSite
+from rankwise.errors import RankwiseError
 from rankwise.lazy import lazy_weight
 from rankwise.modules import Pair, scaling_of
 from rankwise.swap import become, copied
@@ -37,7 +40,21 @@ class GatedLayer(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The matrix as the gate stands, for code that reads `layer.weight`."""
-        return lazy_weight(self.matrix.weight, self.matrix.shape, next(self.matrix.parameters()))
+        return lazy_weight(self._weight, self.matrix.shape, next(self.matrix.parameters()))
+
+    def _weight(self) -> Tensor:
+        self.check_gathered()
+        return self.matrix.weight()
+
+    def check_gathered(self) -> None:
+        """Raise if the matrix is used where its parameters are shards."""
+        if is_sharded(next(iter(self.matrix._parameters.values()))):  # type: ignore[arg-type]
+            rows, columns = self.matrix.shape
+            raise RankwiseError(
+                f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "
+                f"to, but one of {rows} x {columns} is used outside. Call that module. Tied layers belong into one "
+                "group: `fully_shard([embedding, head])`, or leave both to the model around them."
+            )
 
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -55,14 +72,17 @@ class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock l
         self.out_features, self.in_features = matrix.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check_gathered()
         return self.matrix.linear(x, self.bias)
 
     def pair(self) -> Pair | None:
         """See `rankwise.modules.pair_of`."""
+        self.check_gathered()
         return self.matrix.pair() if self.bias is None else None
 
     def whole(self) -> Tensor | None:
         """See `rankwise.modules.pair_of`."""
+        self.check_gathered()
         return self.matrix.whole() if self.bias is None else None
 
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -81,6 +101,7 @@ class GatedEmbedding(GatedLayer, nn.Embedding):  # type: ignore[override]
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def forward(self, index: Tensor) -> Tensor:
+        self.check_gathered()
         rows = self.matrix.rows(index, self.padding_idx)
         if self.scaling is None:
             return rows
@@ -111,16 +132,39 @@ def gated_layers(model: nn.Module) -> list[GatedLayer]:
 
 
 def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
-    """A new model of at most `limit` parameters; `model` stays as it is."""
+    """A new model of at most `limit` parameters; `model` stays as it is.
+
+    A sharded model is gathered matrix by matrix: the first rank gets the new model in the memory of the host, and the
+    other ranks get it on the meta device.
+    """
     layers = gated_layers(model)
     plain: dict[nn.Module, nn.Module] = {}
     memo: dict[int, object] = {}
+    reshard(model)
+    mesh = mesh_of(model.parameters())
+    is_first = mesh is None or is_first_rank(mesh)
+    if mesh is not None:
+        exported = {p for matrix in controller.matrices for part in matrix.exported() for p in part.parameters()}
+        memo = host_copies(model, exported, first=is_first)
     for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.kept_components(limit), strict=True)):
-        export = matrix.export(kept, controller.export_values(i))
-        uses = [layer for layer in layers if layer.matrix is matrix]
-        # an output layer is tied to its embedding, so that one is made first
-        for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
-            plain[layer] = layer.plain(export, memo).train(layer.training)
-        if isinstance(matrix, WidthMatrix):
-            plain.update(matrix.narrow_feeders(kept))
+        with gathered(matrix.exported(), to_host=is_first):
+            made = _plain_layers(matrix, layers, kept, controller.export_values(i), memo)
+        if not is_first:
+            to_meta(made.values())
+        plain |= made
     return copied(model, memo, plain)
+
+
+def _plain_layers(
+    matrix: GatedMatrix, layers: Sequence[GatedLayer], kept: Tensor, z: Tensor | None, memo: dict[int, object]
+) -> dict[nn.Module, nn.Module]:
+    """What takes the place of each layer over `matrix` in a compact model."""
+    device = next(matrix.parameters()).device
+    kept, z = kept.to(device), None if z is None else z.to(device)
+    export = matrix.export(kept, z)
+    uses = [layer for layer in layers if layer.matrix is matrix]
+    plain: dict[nn.Module, nn.Module] = {}
+    # an output layer is tied to its embedding, so that one is made first
+    for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
+        plain[layer] = layer.plain(export, memo).train(layer.training)
+    return plain | matrix.narrow_feeders(kept)

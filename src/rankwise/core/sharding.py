@@ -1,0 +1,202 @@
+"""Parameters that lie in shards on several ranks (FSDP2): whole tensors, one at a time, and shards of new ones.
+
+A sharded parameter is a DTensor between forward passes; within one, `fully_shard` has put the whole tensor in its
+place. Gates are not sharded: their buffers are the same on all ranks. Whatever gathers here is a collective call, which
+every rank of the mesh must make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise.errors import PlanError
+from rankwise.swap import is_fully_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether only a part of this tensor may be on this rank: it is a DTensor."""
+    # by name, because importing the package takes long
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, or the whole of a sharded one."""
+    if not is_sharded(tensor):
+        return tensor
+    device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    # offloaded shards are on the host, where a GPU's group cannot gather them
+    tensor = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
+    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return gathered
+
+
+def make_shardable(module: nn.Module) -> None:
+    """Store parameters row by row, as `fully_shard` wants them, if this process is one of several."""
+    if dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched()):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+
+
+def mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+    """The mesh of ranks over which parameters are sharded; None if they are not."""
+    return next((parameter.device_mesh for parameter in parameters if is_sharded(parameter)), None)  # type: ignore[attr-defined]
+
+
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Whether this rank is the first of a mesh: that of a compact model."""
+    return int(mesh.mesh.flatten()[0]) == dist.get_rank()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every parameter be a shard again; after an evaluation those of the root still are whole."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def check_shards(model: nn.Module) -> None:
+    """Refuse parameters that are sharded in other ways than by `fully_shard`."""
+    by_fsdp = any(map(is_fully_sharded, model.modules()))
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            *outer, last = parameter.placements  # type: ignore[attr-defined]
+            if not (by_fsdp and last.is_shard() and all(each.is_replicate() for each in outer)):
+                raise PlanError(
+                    f"`model` may be sharded by `fully_shard` alone, but {name} is placed as "
+                    f"{tuple(parameter.placements)}, as tensor parallelism does. Prune it without tensor parallelism, "  # type: ignore[attr-defined]
+                    "and let the engine that serves the compact model split it."
+                )
+
+
+@contextmanager
+def gathered(modules: Iterable[nn.Module], *, to_host: bool) -> Iterator[None]:
+    """For as long as this lasts, each module holds its own parameters whole: on the device, or on the host."""
+    before = [(module, dict(module._parameters)) for module in modules]
+    try:
+        for module, parameters in before:
+            for name, parameter in parameters.items():
+                if parameter is not None and is_sharded(parameter):
+                    tensor = full_tensor(parameter.detach())
+                    tensor = tensor.cpu() if to_host else tensor
+                    module._parameters[name] = nn.Parameter(tensor, parameter.requires_grad)
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.update(parameters)
+
+
+def host_copies(model: nn.Module, without: Collection[nn.Parameter], *, first: bool) -> dict[int, object]:
+    """Whole copies of parameters and buffers, by the id of what they are made of: on the host, or on the meta device.
+
+    Args:
+        without: parameters of which no copy is needed.
+        first: whether this is the rank that gets the values.
+    """
+    made: dict[int, object] = {}
+    for parameter in model.parameters():
+        if parameter not in without:
+            tensor = full_tensor(parameter.detach())
+            made[id(parameter)] = nn.Parameter(tensor.to("cpu" if first else "meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        made[id(buffer)] = buffer.detach().to("cpu", copy=True) if first else buffer.detach().to("meta")
+    return made
+
+
+def to_meta(modules: Iterable[nn.Module]) -> None:
+    """Let modules hold nothing but shapes, and tensors that they share stay shared."""
+    made: dict[int, Any] = {}
+    for module in (part for module in modules for part in module.modules()):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    meta = tensor.detach().to("meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    new = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                    # with the old one, so that no other gets its id
+                    tensors[name] = made.setdefault(id(tensor), (new, tensor))[0]
+
+
+class ShardGroups:
+    """The groups in which `fully_shard` gathers the parameters of a model; gating gives them other parameters.
+
+    torch has no public way to do so. What is used here has stayed as it is since torch 2.6.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        states = [module._get_fsdp_state() for module in model.modules() if is_fully_sharded(module)]  # type: ignore[operator]
+        self.groups: list[Any] = []
+        for state in dict.fromkeys(states):
+            # one group until torch 2.11, several since
+            several = getattr(state, "_fsdp_param_groups", None)
+            groups = several if several is not None else [state._fsdp_param_group]
+            self.groups += [group for group in groups if group is not None]
+        self._group_of = {id(each.sharded_param): group for group in self.groups for each in group.fsdp_params}
+
+    def replace(self, old: Sequence[Tensor], module: nn.Module) -> None:
+        """Shard the parameters of `module` in the group that held the `old` ones, with the values of the first rank."""
+        group = next((self._group_of[id(each)] for each in old if id(each) in self._group_of), None)
+        if group is None:
+            return
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+
+        # a bias stays where it was
+        gone = {id(each) for each in old} - {id(each) for each in self.model.parameters()}
+        group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) not in gone]
+        mesh = group.mesh_info.mesh
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                for dim in range(mesh.ndim):
+                    of_dim = mesh.get_group(dim)
+                    dist.broadcast(tensor, dist.get_global_rank(of_dim, 0), group=of_dim)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                place, info = (group.mesh_info, group.post_forward_mesh_info, group.device), ParamModuleInfo(module, name)
+                made = FSDPParam(parameter, info, *place, None, group.mp_policy, group.offload_policy)
+                made.init_dtype_attrs(group.mp_policy)
+                group.fsdp_params.append(made)
+
+    def find_again(self) -> None:
+        """Look where in the model every parameter is now, because some belong to other modules than before."""
+        homes: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                homes.setdefault(id(parameter), []).append((module, name))
+        for group in self.groups:
+            group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) in homes]
+            for each in group.fsdp_params:
+                (module, name), *others = homes[id(each.sharded_param)]
+                info = each._module_info
+                if info.module is not module or info.param_name != name:
+                    each._post_load_hook_handle.remove()
+                    each._post_load_hook_handle = module.register_load_state_dict_post_hook(
+                        lambda *_, each=each: each.reset_sharded_param()
+                    )
+                each._module_info = replace(
+                    info,
+                    module=module,
+                    param_name=name,
+                    shared_modules=[other for other, _ in others],
+                    shared_param_names=[other for _, other in others],
+                )
+            is_used = bool(group._module_to_pre_save_state_dict_hook_handle)
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+                handles.clear()
+            if is_used:
+                group._register_state_dict_hooks()
