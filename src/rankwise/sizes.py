@@ -93,7 +93,7 @@ def check_arguments(
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
     if (calibration is not None or budget.latency_ms is not None) and mesh_of(model.parameters()) is not None:
         asked = "`calibration`" if calibration is not None else "Budget(latency_ms=...)"
-        raise PlanError(f"{asked} needs a model that runs on one rank, but it is sharded. Make the pruner before it is.")
+        raise PlanError(f"{asked} needs a model that one rank can run, but it is sharded. Make the pruner before.")
     for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -32,21 +32,23 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 def own_class(module: nn.Module) -> type:
     """The class of a module without what `fully_shard` made of it."""
-    return _own_class(type(module))
+    # mypy thinks that classes of modules cannot be hashed
+    kind: Any = type(module)
+    return _own_class(kind)
 
 
 @lru_cache(maxsize=1024)
-def _own_class(kind: type) -> type:
+def _own_class(kind: Any) -> type:
     # by name, because importing the package takes long
     names = [base.__name__ for base in kind.__mro__]
-    return kind.__mro__[names.index("FSDPModule") + 1] if "FSDPModule" in names else kind
+    own: type = kind.__mro__[names.index("FSDPModule") + 1] if "FSDPModule" in names else kind
+    return own
 
 
-@lru_cache(maxsize=1024)
-def _sharded_class(like: type, kind: type) -> type:
+def _sharded_class(like: Any, kind: Any) -> type:
     """`kind` as a class that `fully_shard` made, as it made `like`."""
     wrapper = next(base for base in like.__mro__ if base.__name__ == "FSDPModule")
-    return type(f"FSDP{kind.__name__}", (wrapper, kind), {"__deepcopy__": like.__deepcopy__})  # type: ignore[attr-defined]
+    return type(f"FSDP{kind.__name__}", (wrapper, kind), {"__deepcopy__": like.__deepcopy__})
 
 
 def _is_of_fsdp(name: str) -> bool:
@@ -107,7 +109,7 @@ def copied(
 
 @contextmanager
 def _without_fsdp(model: nn.Module) -> Iterator[None]:
-    """Take off what `fully_shard` has put on the modules of `model`, which cannot be copied, for as long as this lasts."""
+    """Take off what `fully_shard` has put on modules, which cannot be copied, for as long as this lasts."""
     before = [(module, type(module), vars(module)) for module in model.modules() if any(map(_is_of_fsdp, vars(module)))]
     try:
         for module, _, state in before:

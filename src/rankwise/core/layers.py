@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
-from rankwise.core.sharding import gathered, host_copies, is_first_rank, is_sharded, mesh_of, reshard, to_meta
+from rankwise.core.sharding import gathered, host_copies, is_first_rank, mesh_of, reshard, to_meta
 from rankwise.core.widths import WidthMatrix, WidthSite
-from rankwise.errors import RankwiseError
 from rankwise.lazy import lazy_weight
 from rankwise.modules import Pair, scaling_of
 from rankwise.swap import become, copied
@@ -40,21 +39,7 @@ class GatedLayer(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The matrix as the gate stands, for code that reads `layer.weight`."""
-        return lazy_weight(self._weight, self.matrix.shape, next(self.matrix.parameters()))
-
-    def _weight(self) -> Tensor:
-        self.check_gathered()
-        return self.matrix.weight()
-
-    def check_gathered(self) -> None:
-        """Raise if the matrix is used where its parameters are shards."""
-        if is_sharded(next(iter(self.matrix._parameters.values()))):  # type: ignore[arg-type]
-            rows, columns = self.matrix.shape
-            raise RankwiseError(
-                f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "
-                f"to, but one of {rows} x {columns} is used outside. Call that module. Tied layers belong into one "
-                "group: `fully_shard([embedding, head])`, or leave both to the model around them."
-            )
+        return lazy_weight(self.matrix.gathered_weight, self.matrix.shape, next(self.matrix.parameters()))
 
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -72,17 +57,17 @@ class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock l
         self.out_features, self.in_features = matrix.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        self.check_gathered()
+        self.matrix.check_gathered()
         return self.matrix.linear(x, self.bias)
 
     def pair(self) -> Pair | None:
         """See `rankwise.modules.pair_of`."""
-        self.check_gathered()
+        self.matrix.check_gathered()
         return self.matrix.pair() if self.bias is None else None
 
     def whole(self) -> Tensor | None:
         """See `rankwise.modules.pair_of`."""
-        self.check_gathered()
+        self.matrix.check_gathered()
         return self.matrix.whole() if self.bias is None else None
 
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -101,7 +86,7 @@ class GatedEmbedding(GatedLayer, nn.Embedding):  # type: ignore[override]
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def forward(self, index: Tensor) -> Tensor:
-        self.check_gathered()
+        self.matrix.check_gathered()
         rows = self.matrix.rows(index, self.padding_idx)
         if self.scaling is None:
             return rows

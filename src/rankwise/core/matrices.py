@@ -27,7 +27,8 @@ from rankwise.core.exports import (
     rounding_error,
 )
 from rankwise.core.gates import Gate, Mask
-from rankwise.core.sharding import full_tensor
+from rankwise.core.sharding import full_tensor, is_sharded
+from rankwise.errors import RankwiseError
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
@@ -62,6 +63,21 @@ class GatedMatrix(nn.Module, ABC):
     @abstractmethod
     def weight(self) -> Tensor:
         """W under the current mask: the reference for `linear` and `rows`."""
+
+    def gathered_weight(self) -> Tensor:
+        """`weight()`, or an error where the parameters are shards."""
+        self.check_gathered()
+        return self.weight()
+
+    def check_gathered(self) -> None:
+        """Raise if the matrix is used where its parameters are shards."""
+        if is_sharded(next(iter(self._parameters.values()))):  # type: ignore[arg-type]
+            rows, columns = self.shape
+            raise RankwiseError(
+                f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "
+                f"to, but one of {rows} x {columns} is used outside of it. Call that module. Tied layers go into one "
+                "group: `fully_shard([embedding, head])`, or leave both to the model around them."
+            )
 
     @abstractmethod
     def magnitudes(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +110,10 @@ class Source:
             return self
         names = [name for name in ("weight_OI", "p_OR", "q_RI") if getattr(self, name) is not None]
         whole = (full_tensor(tensor.detach()).contiguous() for tensor in self.tensors)
-        made = (nn.Parameter(tensor, self.requires_grad) for tensor in whole)
-        return replace(self, **dict(zip(names, made, strict=True)))
+        made: dict[str, Any] = {
+            name: nn.Parameter(tensor, self.requires_grad) for name, tensor in zip(names, whole, strict=True)
+        }
+        return replace(self, **made)
 
 
 def source(model: nn.Module, site: Site) -> Source:

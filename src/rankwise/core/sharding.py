@@ -21,7 +21,6 @@ from rankwise.swap import is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -116,8 +115,8 @@ def host_copies(model: nn.Module, without: Collection[nn.Parameter], *, first: b
 def to_meta(modules: Iterable[nn.Module]) -> None:
     """Let modules hold nothing but shapes, and tensors that they share stay shared."""
     made: dict[int, Any] = {}
-    for module in (part for module in modules for part in module.modules()):
-        for tensors in (module._parameters, module._buffers):
+    for part in (part for module in modules for part in module.modules()):
+        for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and not tensor.is_meta:
                     meta = tensor.detach().to("meta")
@@ -162,8 +161,9 @@ class ShardGroups:
                     dist.broadcast(tensor, dist.get_global_rank(of_dim, 0), group=of_dim)
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                place, info = (group.mesh_info, group.post_forward_mesh_info, group.device), ParamModuleInfo(module, name)
-                made = FSDPParam(parameter, info, *place, None, group.mp_policy, group.offload_policy)
+                place = (group.mesh_info, group.post_forward_mesh_info, group.device)
+                policies = (group.mp_policy, group.offload_policy)
+                made = FSDPParam(parameter, ParamModuleInfo(module, name), *place, None, *policies)
                 made.init_dtype_attrs(group.mp_policy)
                 group.fsdp_params.append(made)
 
@@ -180,9 +180,8 @@ class ShardGroups:
                 info = each._module_info
                 if info.module is not module or info.param_name != name:
                     each._post_load_hook_handle.remove()
-                    each._post_load_hook_handle = module.register_load_state_dict_post_hook(
-                        lambda *_, each=each: each.reset_sharded_param()
-                    )
+                    register: Any = module.register_load_state_dict_post_hook
+                    each._post_load_hook_handle = register(lambda *_, each=each: each.reset_sharded_param())
                 each._module_info = replace(
                     info,
                     module=module,
