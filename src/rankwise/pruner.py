@@ -24,8 +24,16 @@ from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
 from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
-from rankwise.core.plan import Plan, check_weights, get_module, left_out, source
-from rankwise.core.sharding import ShardGroups, gathered, make_shardable, mesh_of
+from rankwise.core.plan import Plan, check_weights, get_module, left_out, listed, source
+from rankwise.core.sharding import (
+    ShardGroups,
+    StartingWeights,
+    check_shards,
+    gathered,
+    make_shardable,
+    mesh_of,
+    unsharded,
+)
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
@@ -147,6 +155,8 @@ class Pruner:
             matrices[0].gate.register_module("controller", self.controller)
             self.controller.to(next(matrices[0].parameters()).device)
         self._structure = GatedStructure(model, matrices)
+        self._stale_optimizer.note_gated(model)
+        self._starting_weights = StartingWeights(model)
         self._is_checked = False
         families.changed(model)
         if mesh_of(model.parameters()) is None:
@@ -287,12 +297,34 @@ class Pruner:
         matrices = self.controller.matrices
         self._structure.check_gates(self.model, matrices, "pruner.step()")
         self._is_checked = True
+        self._check_shards()
         is_wrapped = any(is_wrapper(each) for each in self.model.modules())
         if self.controller.distributed.size == 1 and not is_wrapped:
             verify_layers(self.model, self._batch)
         # a layer that only training needs may still be removed; the sizes of shards are different
         if self._structure.growth(self.model, matrices) > 0 and not is_wrapped:
             warnings.warn(self._structure.message(self.model, matrices, "compact()"), stacklevel=3)
+
+    def _check_shards(self) -> None:
+        """Raise or warn about a model whose shards do not fit together."""
+        check_shards(self.model)
+        mesh = mesh_of(self.model.parameters())
+        if mesh is None:
+            return
+        differing = self._starting_weights.differing(mesh)
+        if differing and not self.controller.is_loaded:
+            raise RankwiseError(
+                f"All ranks must gate the same weights before `fully_shard` takes a part of each, but they began with "
+                f"different values of {listed(differing)}. Load the model on every rank before the Pruner, or shard it "
+                "first: then the first rank's factors are sent to all."
+            )
+        alone = unsharded(self.model)
+        if alone:
+            warnings.warn(
+                f"`fully_shard` was not applied to all of the model: {listed(alone)} stay whole on every rank, and "
+                "their gradients are not averaged. Apply it to the model as well, after its parts.",
+                stacklevel=4,
+            )
 
     def _warn_if_early(self, limit: int) -> None:
         target, steps, end = self.controller.target_size(), self.steps, self.controller.anneal_steps

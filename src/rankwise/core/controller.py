@@ -97,6 +97,8 @@ class Controller(FixedDtypeModule, ABC):
         self._has_train_masks = self._has_eval_masks = False
         self.is_narrowed = False
         """Whether closed components were dropped."""
+        self.is_loaded = False
+        """Whether a checkpoint was loaded."""
         self._index: Tensor | None = None
         """The components in the order of `FlatLayout.open_first`, always in the same memory."""
         self.distributed = DistributedGroup()
@@ -326,6 +328,7 @@ class Controller(FixedDtypeModule, ABC):
         if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] < moments.shape[1]:
             self._buffers["moments"] = moments.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.is_loaded = True
         self.invalidate_masks()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankwise.errors import PlanError
+from rankwise.errors import PlanError, RankwiseError
 from rankwise.swap import is_fully_sharded
 
 if TYPE_CHECKING:
@@ -36,13 +36,25 @@ def full_tensor(tensor: Tensor) -> Tensor:
     device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     # offloaded shards are on the host, where a GPU's group cannot gather them
     tensor = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
-    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    try:
+        gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise RankwiseError(
+            "Every rank must take part when a sharded model is gated, evaluated or compacted, but one has died or does "
+            "something else. Make these calls on all ranks, such as `small = pruner.compact()`, and use what the first "
+            "rank gets; if a rank died, start all of them again from the last checkpoint."
+        ) from error
     return gathered
+
+
+def is_one_of_several() -> bool:
+    """Whether this process is, or may become, one of several that train together."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
 
 
 def make_shardable(module: nn.Module) -> None:
     """Store parameters row by row, as `fully_shard` wants them, if this process is one of several."""
-    if dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched()):
+    if is_one_of_several():
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
 
@@ -67,6 +79,13 @@ def reshard(model: nn.Module) -> None:
 def check_shards(model: nn.Module) -> None:
     """Refuse parameters that are sharded in other ways than by `fully_shard`."""
     by_fsdp = any(map(is_fully_sharded, model.modules()))
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise PlanError(
+                f"`model` may be sharded by `fully_shard` (FSDP2) alone, but {name or 'it'} is a "
+                "FullyShardedDataParallel (FSDP1), which takes weights apart. Use `fully_shard`, or `fsdp_version: 2` "
+                "in Accelerate."
+            )
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             *outer, last = parameter.placements  # type: ignore[attr-defined]
@@ -76,6 +95,44 @@ def check_shards(model: nn.Module) -> None:
                     f"{tuple(parameter.placements)}, as tensor parallelism does. Prune it without tensor parallelism, "  # type: ignore[attr-defined]
                     "and let the engine that serves the compact model split it."
                 )
+
+
+def unsharded(model: nn.Module) -> list[str]:
+    """The names of trained parameters that are not sharded in a model of which others are."""
+    if mesh_of(model.parameters()) is None:
+        return []
+    return [name for name, each in model.named_parameters() if each.requires_grad and not is_sharded(each)]
+
+
+class StartingWeights:
+    """What the weights of a model were when it was gated: all ranks must have begun with the same.
+
+    `fully_shard` takes a part of each rank's weights and compares nothing. If a rank has other ones, because only the
+    first has loaded a checkpoint or because its SVD has other signs, the parts do not fit together.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: list[str] = []
+        self.sums: list[Tensor] = []
+        if is_one_of_several() and mesh_of(model.parameters()) is None:
+            for name, parameter in model.named_parameters():
+                self.names.append(name)
+                values = parameter.detach().double()
+                self.sums.append(torch.stack([values.sum(), values.norm()]).cpu())
+
+    def differing(self, mesh: DeviceMesh) -> list[str]:
+        """The names of parameters that other ranks of the mesh began with other values of."""
+        if not self.names:
+            return []
+        own = torch.stack(self.sums).to(mesh.device_type)
+        self.names, names, self.sums = [], self.names, []
+        low, high = own.clone(), own.clone()
+        for dim in range(mesh.ndim):
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        # rounding of an SVD is no difference
+        is_other = ((high - low) > 1e-3 * high[:, 1:]).any(1)
+        return [name for name, other in zip(names, is_other.tolist(), strict=True) if other]
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""Processes that train together, on this machine and over gloo.
+
+They are forked from a server that has imported what tests need, because importing takes longer than the steps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=120)
+"""A rank that waits longer for another gives up."""
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "rankwise", "tests.models"]
+
+Worker = Callable[..., Any]
+"""Called with the rank, the number of ranks, a folder and more; what it returns is saved as tensors."""
+
+
+def run_ranks(worker: Worker, count: int, folder: Path, *args: Any, preload: tuple[str, ...] = ()) -> list[Any]:
+    """What each of `count` ranks returns; a failure of one comes with its traceback."""
+    folder.mkdir(exist_ok=True)
+    multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
+    mp.start_processes(_rank, (worker, count, str(folder), args), nprocs=count, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def _rank(rank: int, worker: Worker, count: int, folder: str, args: tuple[Any, ...]) -> None:
+    join(rank, count, folder)
+    try:
+        torch.save(worker(rank, count, Path(folder), *args), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def join(rank: int, count: int, folder: str) -> None:
+    """Become one of `count` ranks."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=TIMEOUT)
