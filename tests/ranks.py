@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer for another gives up."""
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "rankwise", "tests.models"]
 

@@ -78,7 +78,6 @@ class Decoder(nn.Module):
         sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
         config = LlamaConfig(vocab_size=WORDS, tie_word_embeddings=True, use_cache=False, **sizes)
         self.inner = LlamaForCausalLM(config)
-        self.blocks = self.inner.model.layers
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.inner(tokens).logits
@@ -87,9 +86,7 @@ class Decoder(nn.Module):
 def tied() -> nn.Module:
     """Every kind of layer; the output layer is tied to the embedding."""
     parts = ("linear", "pair", "conv1d", "norm", "nested")
-    model = Spec(width=12, num_words=WORDS, back="bias-tied", parts=parts).build()
-    model.blocks = model.body
-    return model
+    return Spec(width=12, num_words=WORDS, back="bias-tied", parts=parts).build()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -105,9 +102,14 @@ def build(model: str) -> nn.Module:
     return MODELS[model]().double()
 
 
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    inner = getattr(model, "inner", None)
+    return inner.model.layers if inner is not None else model.body if hasattr(model, "body") else model.blocks
+
+
 def shard(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> None:
     """As users do: every block, then what is left."""
-    for block in model.blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, **policy)
     fully_shard(model, mesh=mesh, **policy)
 
@@ -219,7 +221,9 @@ def runs(rank: int, count: int, folder: Path, table: dict[str, tuple[str, str, s
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(runs, 2, tmp_path_factory.mktemp("two"), TWO, 1, preload=("transformers.models.llama.modeling_llama",))
+    return run_ranks(
+        runs, 2, tmp_path_factory.mktemp("two"), TWO, 1, preload=("transformers.models.llama.modeling_llama",)
+    )
 
 
 @pytest.fixture(scope="module")

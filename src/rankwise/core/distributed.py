@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.core.sharding import mesh_of
+from rankwise.core.sharding import mesh_of, on_all_ranks
 from rankwise.errors import InvalidTypeError, RankwiseError
 
 if TYPE_CHECKING:
@@ -78,14 +78,9 @@ class DistributedGroup:
 
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor over all processes, in place."""
-        try:
+        with on_all_ranks():
             for group in self.groups:
                 dist.all_reduce(tensor, group=group)
-        except RuntimeError as error:
-            raise RankwiseError(
-                f"All {self.size} ranks must take part in `pruner.step()`, but one has died or does something else. "
-                "Start all of them again from the last checkpoint, and call it on every rank, as often on each."
-            ) from error
 
     def find_wrapper(self, module: nn.Module) -> bool:
         """Look for a `DistributedDataParallel` around `module` during its forward pass; True if a new one was found."""
@@ -107,7 +102,7 @@ class DistributedGroup:
         mesh = mesh_of(parameters)
         if mesh is not None:
             self.groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-            if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+            if mesh.ndim > 1 and mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
                 self.groups = (dist.group.WORLD,)
 
     def warn_if_alone(self) -> None:

@@ -104,7 +104,22 @@ class Mask(NamedTuple):
     """The indices of the components to multiply, if only some are open; None for all."""
 
 
-class FixedDtypeModule(nn.Module):
+class LoadedOnce(nn.Module):
+    """A module that several others may hold, and that loads what a checkpoint has under the first of its names.
+
+    torch sends a checkpoint to other ranks and takes it into shards (`set_model_state_dict`) under that name alone.
+    """
+
+    _loaded: object = None
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # the list of missing keys, of which every call of `load_state_dict` has one of its own
+        if self._loaded is not args[4]:
+            self._loaded = args[4]
+            super()._load_from_state_dict(*args)
+
+
+class FixedDtypeModule(LoadedOnce):
     """A module whose buffers keep their dtype when the model around them is cast to bf16 or fp16."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -178,8 +193,8 @@ class Gate(FixedDtypeModule):
         self._invalidate_masks()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
         self._invalidate_masks()
 
     def _invalidate_masks(self) -> None:

@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,19 @@ from torch import Tensor, nn
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
-from rankwise.core.sharding import gathered, host_copies, is_first_rank, mesh_of, reshard, to_meta
+from rankwise.core.sharding import gathered, host_copies, is_first_rank, is_sharded, mesh_of, reshard, to_meta
 from rankwise.core.widths import WidthMatrix, WidthSite
-from rankwise.lazy import lazy_weight
+from rankwise.errors import RankwiseError
+from rankwise.lazy import is_traced, lazy_weight
 from rankwise.modules import Pair, scaling_of
 from rankwise.swap import become, copied
 
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
+
+
+_WEIGHTS: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+"""Weights that someone holds: one object for tied layers, because Accelerate asks whether both have the same weight."""
 
 
 class GatedLayer(nn.Module, ABC):
@@ -39,7 +45,25 @@ class GatedLayer(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The matrix as the gate stands, for code that reads `layer.weight`."""
-        return lazy_weight(self.matrix.gathered_weight, self.matrix.shape, next(self.matrix.parameters()))
+        like = next(self.matrix.parameters())
+        if is_traced():
+            return self.matrix.gathered_weight()
+        key = (id(self.matrix), like.dtype, like.device, like.requires_grad and torch.is_grad_enabled())
+        known = _WEIGHTS.get(key)
+        if known is None:
+            _WEIGHTS[key] = known = lazy_weight(self.matrix.gathered_weight, self.matrix.shape, like)
+        return known
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; refuses what tensor parallelism would make of a weight."""
+        before = self._parameters.get(name)
+        is_split = name.startswith("matrix.") or (before is not None and not is_sharded(before))
+        if param is not None and is_sharded(param) and is_split:
+            raise RankwiseError(
+                "A gated layer cannot be split by tensor parallelism, because a component has a part in every row, but "
+                f"its {name} is. Shard the model by `fully_shard`, or leave the layer out of the plan."
+            )
+        super().register_parameter(name, param)
 
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:

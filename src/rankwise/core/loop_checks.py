@@ -74,11 +74,12 @@ class StaleOptimizerCheck:
         if not (_held(old, new) and gc.collect() >= 0 and (held := _held(old, new)) and _are_equal(self._sums, new)):
             self._before, self._sums = [], None
             return
+        by = "`fully_shard`" if set(held) & {name for name, _ in gated} else "the pruner"
         raise RankwiseError(
-            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that the pruner or "
-            f"`fully_shard` replaced ({listed(held)}); those in their place have not changed since the last "
-            "`pruner.step()`. Build the optimizer after the Pruner, and after `fully_shard`, from "
-            "`pruner.weight_parameters()`. To train the gates alone, freeze the weights with `requires_grad_(False)`."
+            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that {by} replaced "
+            f"({listed(held)}); those in their place have not changed since the last `pruner.step()`. Build the "
+            "optimizer after the Pruner, and after `fully_shard` if you use it, from `pruner.weight_parameters()`. To "
+            "train the gates alone, freeze the weights with `requires_grad_(False)`."
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,14 +26,14 @@ from rankwise.core.exports import (
     SelectedExport,
     rounding_error,
 )
-from rankwise.core.gates import Gate, Mask
+from rankwise.core.gates import Gate, LoadedOnce, Mask
 from rankwise.core.sharding import full_tensor, is_sharded
 from rankwise.errors import RankwiseError
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
 
-class GatedMatrix(nn.Module, ABC):
+class GatedMatrix(LoadedOnce, ABC):
     """A matrix W of shape O x I whose components share one gate."""
 
     def __init__(self, shape: tuple[int, int], gate: Gate, cost_curve: CostCurve) -> None:
@@ -71,7 +71,8 @@ class GatedMatrix(nn.Module, ABC):
 
     def check_gathered(self) -> None:
         """Raise if the matrix is used where its parameters are shards."""
-        if is_sharded(next(iter(self._parameters.values()))):  # type: ignore[arg-type]
+        first = next(iter(self._parameters.values()), None)
+        if first is not None and is_sharded(first):
             rows, columns = self.shape
             raise RankwiseError(
                 f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "

@@ -36,15 +36,22 @@ def full_tensor(tensor: Tensor) -> Tensor:
     device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     # offloaded shards are on the host, where a GPU's group cannot gather them
     tensor = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
-    try:
+    with on_all_ranks():
         gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return gathered
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[None]:
+    """Say what it means if a collective call fails."""
+    try:
+        yield
     except RuntimeError as error:
         raise RankwiseError(
-            "Every rank must take part when a sharded model is gated, evaluated or compacted, but one has died or does "
-            "something else. Make these calls on all ranks, such as `small = pruner.compact()`, and use what the first "
-            "rank gets; if a rank died, start all of them again from the last checkpoint."
+            "All ranks must take part in the steps of a pruner, and in gating, evaluating and compacting a sharded "
+            "model, but one has died or does something else. Make these calls on every rank, as in "
+            "`small = pruner.compact()`; if a rank died, start all of them again from the last checkpoint."
         ) from error
-    return gathered
 
 
 def is_one_of_several() -> bool:
@@ -127,9 +134,10 @@ class StartingWeights:
         own = torch.stack(self.sums).to(mesh.device_type)
         self.names, names, self.sums = [], self.names, []
         low, high = own.clone(), own.clone()
-        for dim in range(mesh.ndim):
-            dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-            dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        with on_all_ranks():
+            for dim in range(mesh.ndim):
+                dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+                dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         # rounding of an SVD is no difference
         is_other = ((high - low) > 1e-3 * high[:, 1:]).any(1)
         return [name for name, other in zip(names, is_other.tolist(), strict=True) if other]
