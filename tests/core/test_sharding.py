@@ -152,7 +152,7 @@ def train(pruner: rw.Pruner, steps: range, share: Share, parts: int = 1) -> list
         optimizer.zero_grad()
         pruner.step()
         if share.ranks > 1:
-            dist.all_reduce(total, group=pruner.controller.distributed.groups[0] if pruner.controller.learns else None)
+            pruner.controller.distributed.sum(total)
         losses.append(total)
     return losses
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from rankwise.core.sharding import full_tensor, is_sharded
+from rankwise.core.sharding import are_finite, full_tensor, is_sharded
 from rankwise.errors import PlanError
 from rankwise.modules import LowRankHead, PivotLinear
 from rankwise.split import all_split
@@ -222,5 +221,6 @@ def check_weights(model: nn.Module, plan: Plan) -> None:
                 raise PlanError(f"{site}: weights must hold data, but are on the meta device. Load the model first.")
             if not tensor.is_floating_point():
                 raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
-            if not full_tensor(torch.isfinite(tensor).all()):
+        for (site, _), finite in zip(tensors, are_finite([tensor for _, tensor in tensors]), strict=True):
+            if not finite:
                 raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude them.")

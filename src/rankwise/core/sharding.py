@@ -54,6 +54,19 @@ def on_all_ranks() -> Iterator[None]:
         ) from error
 
 
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each tensor is finite, and all shards of it."""
+    mesh = mesh_of(tensors)
+    if mesh is None:
+        return [bool(torch.isfinite(tensor).all()) for tensor in tensors]
+    local: list[Tensor] = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    bad = torch.stack([(~torch.isfinite(part)).any() for part in local]).int().to(mesh.device_type)
+    with on_all_ranks():
+        for dim in range(mesh.ndim):
+            dist.all_reduce(bad, group=mesh.get_group(dim))
+    return [not each for each in bad.tolist()]
+
+
 def is_one_of_several() -> bool:
     """Whether this process is, or may become, one of several that train together."""
     return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())

@@ -23,8 +23,9 @@ class PruningCallback(TrainerCallback):
 
     Make the pruner first, then `Trainer(model=pruner.model, callbacks=[PruningCallback(pruner)])`. Accumulated
     gradients make one step; the scale of fp16 losses is taken out. After the ramp, closed components are dropped with
-    their optimizer state (`Pruner.drop_closed`), unless the model is in DDP or sharded (FSDP2). While the target size is still on its way
-    down, no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a larger model.
+    their optimizer state (`Pruner.drop_closed`), unless the model is in DDP or sharded (FSDP2). While the target size
+    is still on its way down, no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a
+    larger model.
     """
 
     def __init__(self, pruner: Pruner) -> None:
