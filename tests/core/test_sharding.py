@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import rankwise as rw
 from tests.models import Spec
@@ -265,3 +265,32 @@ def test_two_ranks_give_what_one_gives(two: Any, key: str) -> None:
 def test_four_ranks_give_what_one_gives(four: Any, key: str) -> None:
     """Gated after `fully_shard` too, and with gradients of two backward passes."""
     assert_same(four, key, truth(*FOUR[key][:2]))
+
+
+def on_gpu(rank: int, count: int, folder: Path) -> dict[str, Any]:
+    """One rank that shards over one GPU: gates are made on the host, and `fully_shard` moves their buffers."""
+    warnings.simplefilter("ignore")
+    mesh, seen = init_device_mesh("cuda", (1,)), {}
+    for method in METHODS:
+        for case, policy in {"": {}, " offloaded": {"offload_policy": CPUOffloadPolicy()}}.items():
+            pruner = prune(build("tied"), method)
+            # masks are drawn on the host
+            pruner.model.train()
+            shard(pruner.model, mesh, **policy)
+            optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
+            for step in range(STEPS):
+                loss_of(pruner.model, tokens_of(step).cuda()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                pruner.step()
+            small = pruner.compact()
+            seen[method + case] = {name: each.clone() for name, each in small.state_dict().items()}
+    return seen
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_what_one_process_gives(tmp_path: Path) -> None:
+    """The compact model is on the host."""
+    (seen,) = run_ranks(on_gpu, 1, tmp_path)
+    for case, small in seen.items():
+        torch.testing.assert_close(small, truth("tied", case.split()[0])["small"], rtol=1e-4, atol=1e-5)
