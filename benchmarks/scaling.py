@@ -181,16 +181,19 @@ def memory_1b() -> list[list[str]]:
     found = [parts(DECODER_1B, case, TOKENS_1B[0] * TOKENS_1B[1]) for case in CASES_1B]
     for name in ("weights, float32", "gradients, float32", "Adam's moments"):
         pairs = zip(CASES_1B, found, strict=True)
-        cells = (f"{each[name] / 1e9:.1f} / {of_1b(case, name):.1f}" for case, each in pairs)
-        rows.append([name, *cells])
-    totals = (sum(each.values()) for each in found)
-    cells = (f"{n / 1e9:.1f} / {of_1b(case, 'peak of a step'):.1f}" for case, n in zip(CASES_1B, totals, strict=True))
+        rows.append([name, *(f"{each[name] / 1e9:.1f} / {of_1b(case, name)}" for case, each in pairs)])
+    totals = zip(CASES_1B, (sum(each.values()) for each in found), strict=True)
+    cells = (f"{n / 1e9:.1f} / {of_1b(case, 'peak of a step')}" for case, n in totals)
     rows.append(["in all, and the peak of a step", *cells])
     return rows
 
 
-def of_1b(case: str, name: str) -> float:
-    return measured("fsdp memory", f"1 GPUs, {case}: {name}")
+def of_1b(case: str, name: str) -> str:
+    """Gigabytes by `fsdp_memory.py`, or a hyphen before it was run."""
+    try:
+        return f"{measured('fsdp memory', f'1 GPUs, {case}: {name}'):.1f}"
+    except IndexError:
+        return "-"
 
 
 def time_7b() -> list[list[str]]:
