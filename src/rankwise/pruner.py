@@ -32,6 +32,7 @@ from rankwise.core.sharding import (
     gathered,
     make_shardable,
     mesh_of,
+    reshard,
     unsharded,
 )
 from rankwise.core.targets import Target, find_target
@@ -117,6 +118,7 @@ class Pruner:
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        reshard(model)
         self.target = find_target(target, model)
         self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)

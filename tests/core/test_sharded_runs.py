@@ -118,12 +118,28 @@ def on_two(rank: int, count: int, folder: Path, saved: Path) -> dict[str, Any]:
     pruner = prune(build("tied").float())
     shard(pruner.model, mesh, mp_policy=half)
     seen["half"] = outcome(pruner, train(pruner, range(STEPS), share))
+    seen["warmed up"] = warmed_up(share, mesh)
     for case, load in {"dense": load_dense, "gated": load_gated}.items():
         pruner = load(rank, mesh, saved)
         done = pruner.steps
         seen[f"{case} on the first"] = outcome(pruner, train(pruner, range(done, STEPS), share))
     seen["told"] = {name: told(make, rank, mesh) for name, (make, _) in MISTAKES.items()}
     return seen
+
+
+def warmed_up(share: Share, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """A run whose model was trained and evaluated before it was gated."""
+    model = build("tied")
+    if mesh is not None:
+        shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, share.of(tokens_of(50))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens_of(51))
+    pruner = prune(model)
+    return outcome(pruner, train(pruner, range(STEPS), share))
 
 
 def load_dense(rank: int, mesh: DeviceMesh, folder: Path) -> rw.Pruner:
@@ -209,6 +225,10 @@ def test_a_sharded_checkpoint_loads_on_another_number_of_ranks(four: Any, two: A
 def test_what_the_first_rank_alone_loads_reaches_all(two: Any, case: str) -> None:
     """Dense weights into a model from the meta device that is gated afterwards; a checkpoint into a gated one."""
     assert_close(two[0][case], alone("tied"), () if case.startswith("dense") else ("losses",))
+
+
+def test_a_sharded_model_may_be_trained_and_evaluated_before_it_is_gated(two: Any) -> None:
+    assert_close(two[0]["warmed up"], warmed_up(Share(), None))
 
 
 def test_activations_may_be_recomputed(two: Any) -> None:

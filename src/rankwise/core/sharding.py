@@ -137,8 +137,9 @@ class StartingWeights:
         if is_one_of_several() and mesh_of(model.parameters()) is None:
             for name, parameter in model.named_parameters():
                 self.names.append(name)
-                values = parameter.detach().double()
-                self.sums.append(torch.stack([values.sum(), values.norm()]).cpu())
+                values, dtype = parameter.detach(), torch.float64
+                norm = torch.linalg.vector_norm(values, dtype=dtype)
+                self.sums.append(torch.stack([values.sum(dtype=dtype), norm]).cpu())
 
     def differing(self, mesh: DeviceMesh) -> list[str]:
         """The names of parameters that other ranks of the mesh began with other values of."""
@@ -180,13 +181,12 @@ def host_copies(model: nn.Module, without: Collection[nn.Parameter], *, first: b
         without: parameters of which no copy is needed.
         first: whether this is the rank that gets the values.
     """
-    made: dict[int, object] = {}
+    place, made = "cpu" if first else "meta", dict[int, object]()
     for parameter in model.parameters():
         if parameter not in without:
-            tensor = full_tensor(parameter.detach())
-            made[id(parameter)] = nn.Parameter(tensor.to("cpu" if first else "meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        made[id(buffer)] = buffer.detach().to("cpu", copy=True) if first else buffer.detach().to("meta")
+            tensor = full_tensor(parameter.detach()).to(place, copy=True)
+            made[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
+    made |= {id(buffer): buffer.detach().to(place, copy=True) for buffer in model.buffers()}
     return made
 
 
@@ -207,7 +207,7 @@ def to_meta(modules: Iterable[nn.Module]) -> None:
 class ShardGroups:
     """The groups in which `fully_shard` gathers the parameters of a model; gating gives them other parameters.
 
-    torch has no public way to do so. What is used here has stayed as it is since torch 2.6.
+    torch has no public way to do so; what is used here is the same in torch 2.11 and 2.13.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -215,7 +215,7 @@ class ShardGroups:
         states = [module._get_fsdp_state() for module in model.modules() if is_fully_sharded(module)]  # type: ignore[operator]
         self.groups: list[Any] = []
         for state in dict.fromkeys(states):
-            # one group until torch 2.11, several since
+            # one group in torch 2.11, several in 2.13
             several = getattr(state, "_fsdp_param_groups", None)
             groups = several if several is not None else [state._fsdp_param_group]
             self.groups += [group for group in groups if group is not None]
@@ -232,7 +232,7 @@ class ShardGroups:
         gone = {id(each) for each in old} - {id(each) for each in self.model.parameters()}
         group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) not in gone]
         mesh = group.mesh_info.mesh
-        with torch.no_grad():
+        with torch.no_grad(), on_all_ranks():
             for tensor in (*module.parameters(), *module.buffers()):
                 for dim in range(mesh.ndim):
                     of_dim = mesh.get_group(dim)
@@ -248,7 +248,7 @@ class ShardGroups:
     def find_again(self) -> None:
         """Look where in the model every parameter is now, because some belong to other modules than before."""
         homes: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in self.model.modules():
+        for module in self.model.modules() if self.groups else ():
             for name, parameter in module._parameters.items():
                 homes.setdefault(id(parameter), []).append((module, name))
         for group in self.groups:
