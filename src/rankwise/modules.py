@@ -148,6 +148,9 @@ class SelectedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix with zeros for inputs that are not read, O x I."""
+        # a shard: `fully_shard` asks for what is stored by the name under which it is stored
+        if hasattr(self.columns, "full_tensor"):
+            return self.columns
         shape = (self.out_features, self.in_features)
 
         def whole() -> Tensor:

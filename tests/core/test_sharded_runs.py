@@ -119,6 +119,8 @@ def on_two(rank: int, count: int, folder: Path, saved: Path) -> dict[str, Any]:
     shard(pruner.model, mesh, mp_policy=half)
     seen["half"] = outcome(pruner, train(pruner, range(STEPS), share))
     seen["warmed up"] = warmed_up(share, mesh)
+    for method in ("flop-l0", "np-l0"):
+        seen[f"compact {method}"] = trained_on(share, mesh, method)
     for case, load in {"dense": load_dense, "gated": load_gated}.items():
         pruner = load(rank, mesh, saved)
         done = pruner.steps
@@ -140,6 +142,24 @@ def warmed_up(share: Share, mesh: DeviceMesh | None) -> dict[str, Any]:
         model(tokens_of(51))
     pruner = prune(model)
     return outcome(pruner, train(pruner, range(STEPS), share))
+
+
+def trained_on(share: Share, mesh: DeviceMesh | None, method: str) -> torch.Tensor:
+    """What the compact model gives after another step; on several ranks it is sharded again."""
+    pruner = prune(build("tied"), method) if mesh is None else sharded(mesh, method=method)
+    train(pruner, range(STEPS), share)
+    small = pruner.compact()
+    if mesh is not None:
+        state = small.state_dict() if share.rank == 0 else {}
+        shard(small, mesh)
+        small.to_empty(device="cpu")
+        set_model_state_dict(small, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
+    loss_of(small, share.of(tokens_of(60))).backward()
+    optimizer.step()
+    with torch.no_grad():
+        given: torch.Tensor = small(tokens_of(61))
+    return given
 
 
 def load_dense(rank: int, mesh: DeviceMesh, folder: Path) -> rw.Pruner:
@@ -229,6 +249,13 @@ def test_what_the_first_rank_alone_loads_reaches_all(two: Any, case: str) -> Non
 
 def test_a_sharded_model_may_be_trained_and_evaluated_before_it_is_gated(two: Any) -> None:
     assert_close(two[0]["warmed up"], warmed_up(Share(), None))
+
+
+@pytest.mark.parametrize("method", ["flop-l0", "np-l0"])
+def test_a_compact_model_may_be_sharded_and_trained_on(two: Any, method: str) -> None:
+    expected = trained_on(Share(), None, method)
+    for results in two:
+        torch.testing.assert_close(results[f"compact {method}"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_activations_may_be_recomputed(two: Any) -> None:
