@@ -12,9 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 
 TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer for another gives up."""
@@ -30,6 +32,19 @@ def run_ranks(worker: Worker, count: int, folder: Path, *args: Any, preload: tup
     multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
     mp.start_processes(_rank, (worker, count, str(folder), args), nprocs=count, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def run_ranks_once(
+    factory: pytest.TempPathFactory, name: str, worker: Worker, count: int, *args: Any, preload: tuple[str, ...] = ()
+) -> tuple[list[Any], Path]:
+    """`run_ranks` in a folder of that name, which is also returned; once for all workers of pytest-xdist."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks-{name}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            run_ranks(worker, count, folder, *args, preload=preload)
+            (folder / "done").touch()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(count)], folder
 
 
 def _rank(rank: int, worker: Worker, count: int, folder: str, args: tuple[Any, ...]) -> None:

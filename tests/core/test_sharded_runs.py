@@ -43,7 +43,7 @@ from tests.core.test_sharding import (
     tokens_of,
     train,
 )
-from tests.ranks import join, run_ranks
+from tests.ranks import join, run_ranks, run_ranks_once
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
@@ -188,13 +188,12 @@ def load_gated(rank: int, mesh: DeviceMesh, folder: Path) -> rw.Pruner:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    folder = tmp_path_factory.mktemp("four")
-    return run_ranks(on_four, 4, folder), folder
+    return run_ranks_once(tmp_path_factory, "runs-4", on_four, 4)
 
 
 @pytest.fixture(scope="module")
 def two(four: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_two, 2, tmp_path_factory.mktemp("two"), four[1])
+    return run_ranks_once(tmp_path_factory, "runs-2", on_two, 2, four[1])[0]
 
 
 def alone(name: str, **change: Any) -> dict[str, Any]:

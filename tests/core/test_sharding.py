@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import rankwise as rw
 from tests.models import Spec
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_once
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
@@ -226,15 +226,14 @@ def runs(rank: int, count: int, folder: Path, table: dict[str, tuple[str, str, s
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(
-        runs, 2, tmp_path_factory.mktemp("two"), TWO, 1, preload=("transformers.models.llama.modeling_llama",)
-    )
+    preload = ("transformers.models.llama.modeling_llama",)
+    return run_ranks_once(tmp_path_factory, "sharding-2", runs, 2, TWO, 1, preload=preload)[0]
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """With batches in two parts."""
-    return run_ranks(runs, 4, tmp_path_factory.mktemp("four"), FOUR, 2)
+    return run_ranks_once(tmp_path_factory, "sharding-4", runs, 4, FOUR, 2)[0]
 
 
 TRUTH: dict[tuple[str, str], dict[str, Any]] = {}

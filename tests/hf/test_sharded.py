@@ -22,7 +22,7 @@ import rankwise as rw
 from rankwise.hf import PruningCallback
 from tests.hf.hf_families import DECODER, QUIET, WORDS
 from tests.hf.test_trainer import STEPS, Sentences
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_once
 
 pytestmark = [
     *QUIET,
@@ -97,7 +97,7 @@ def on_two(rank: int, count: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_two, 2, tmp_path_factory.mktemp("two"), preload=PRELOAD)
+    return run_ranks_once(tmp_path_factory, "trainer-2", on_two, 2, preload=PRELOAD)[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
