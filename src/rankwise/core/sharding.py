@@ -231,12 +231,7 @@ class ShardGroups:
         # a bias stays where it was
         gone = {id(each) for each in old} - {id(each) for each in self.model.parameters()}
         group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) not in gone]
-        mesh = group.mesh_info.mesh
-        with torch.no_grad(), on_all_ranks():
-            for tensor in (*module.parameters(), *module.buffers()):
-                for dim in range(mesh.ndim):
-                    of_dim = mesh.get_group(dim)
-                    dist.broadcast(tensor, dist.get_global_rank(of_dim, 0), group=of_dim)
+        _send_from_first(group.mesh_info.mesh, [*module.parameters(), *module.buffers()])
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 place = (group.mesh_info, group.post_forward_mesh_info, group.device)
@@ -277,3 +272,15 @@ class ShardGroups:
                 handles.clear()
             if is_used:
                 group._register_state_dict_hooks()
+
+
+def _send_from_first(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> None:
+    """Give tensors the values that they have on the first rank of the mesh, by one call for each of its dimensions."""
+    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    with on_all_ranks():
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
+        # a part may begin where no number of this dtype can
+        tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
