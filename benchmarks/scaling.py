@@ -6,7 +6,6 @@ Every figure is a formula on rows of results.csv, on the shapes of models, and o
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,34 +131,69 @@ class Decoder:
         return self.layers * sum(min(shape) ** 2 * max(shape) for shape in self.shapes)
 
 
+CASES_1B = ("dense", "gated, full rank", "gated, half the ranks")
+DECODER_1B = Decoder(layers=4)
+"""1.07B parameters."""
+TOKENS_1B = (4, 2048)
+"""Tokens of one GPU in a step of it."""
+
+
 def utilization() -> float:
     """The share of the card's peak that the dense SRU reaches: 6 FLOP a prunable parameter and character."""
     return 6 * preset("enwik8-sru-flop-l0-80").size_preview().prunable * measured("sru loop", "dense") / PEAK
 
 
+def parts(model: Decoder, case: str, tokens: int) -> dict[str, float]:
+    """Bytes that a training run holds on all GPUs together, by what for; `tokens` of each GPU in a step."""
+    gated, components = model.gated, model.components
+    sizes = {"dense": model.dense, "gated, full rank": gated, "gated, half the ranks": gated // 2}
+    gates = {"dense": 0, "gated, full rank": components, "gated, half the ranks": components // 2}
+    size = sizes[case] + 2 * model.head
+    return {
+        "weights, float32": 4 * size,
+        "gradients, float32": 4 * size,
+        "Adam's moments": 8 * size,
+        # alpha, two moments, z and its gradient, on every GPU
+        "gates": 20 * gates[case],
+        "activations kept, one per layer, bf16": tokens * model.width * 2 * model.layers,
+    }
+
+
 def memory_7b() -> list[list[str]]:
     model = Decoder()
-    whole = model.dense + 2 * model.head
-    rows = [["GB", "dense", "gated, full rank", "gated, half the ranks"]]
-    sizes = [whole, model.gated + 2 * model.head, model.gated // 2 + 2 * model.head]
-    parts: dict[str, Callable[[float], float]] = {
-        "weights, float32": lambda n: 4 * n,
-        "gradients, float32": lambda n: 4 * n,
-        "Adam's moments": lambda n: 8 * n,
-    }
-    for name, bytes_of in parts.items():
-        rows.append([name, *(f"{bytes_of(n) / 1e9:.0f}" for n in sizes)])
-    # alpha, two moments, z and its gradient
-    gates = [0, model.components, model.components // 2]
-    rows.append(["gates", *(f"{20 * n / 1e9:.2f}" for n in gates)])
-    kept = BATCH_7B * model.width * 2 * model.layers
-    rows.append(["activations kept, one per layer, bf16", *(3 * [f"{kept / 1e9:.0f}"])])
-    totals = [16 * n + 20 * g + kept for n, g in zip(sizes, gates, strict=True)]
+    found = [parts(model, case, BATCH_7B) for case in CASES_1B]
+    rows = [["GB", *CASES_1B]]
+    for name in found[0]:
+        digits = 2 if name == "gates" else 0
+        rows.append([name, *(f"{each[name] / 1e9:.{digits}f}" for each in found)])
+    kept = found[0]["activations kept, one per layer, bf16"]
+    totals = [sum(each.values()) for each in found]
     rows.append(["in all", *(f"{n / 1e9:.0f}" for n in totals)])
     rows.append(
         [f"of eight x {MEMORY / 1e9:.0f} GB, sharded", *(f"{(n + 7 * kept) / (GPUS * MEMORY):.0%}" for n in totals)]
     )
     return rows
+
+
+def memory_1b() -> list[list[str]]:
+    """The same formulas for a decoder of 1.07B parameters on one GPU, beside what was measured there."""
+    rows = [["GB, derived / measured", *CASES_1B]]
+    found = [parts(DECODER_1B, case, TOKENS_1B[0] * TOKENS_1B[1]) for case in CASES_1B]
+    for name in ("weights, float32", "gradients, float32", "Adam's moments"):
+        pairs = zip(CASES_1B, found, strict=True)
+        rows.append([name, *(f"{each[name] / 1e9:.1f} / {of_1b(case, name)}" for case, each in pairs)])
+    totals = zip(CASES_1B, (sum(each.values()) for each in found), strict=True)
+    cells = (f"{n / 1e9:.1f} / {of_1b(case, 'peak of a step')}" for case, n in totals)
+    rows.append(["in all, and the peak of a step", *cells])
+    return rows
+
+
+def of_1b(case: str, name: str) -> str:
+    """Gigabytes by `fsdp_memory.py`, or a hyphen before it was run."""
+    try:
+        return f"{measured('fsdp memory', f'1 GPUs, {case}: {name}'):.1f}"
+    except IndexError:
+        return "-"
 
 
 def time_7b() -> list[list[str]]:
@@ -204,7 +238,13 @@ def clock(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
-TABLES = {"full runs": full_runs, "7B memory": memory_7b, "7B time": time_7b, "7B once": once_7b}
+TABLES = {
+    "full runs": full_runs,
+    "7B memory": memory_7b,
+    "1B memory": memory_1b,
+    "7B time": time_7b,
+    "7B once": once_7b,
+}
 
 
 def markdown(rows: list[list[str]]) -> str:

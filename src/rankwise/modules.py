@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import InvalidValueError
 from rankwise.lazy import lazy_weight
+from rankwise.swap import own_class
 
 Layer = TypeVar("Layer", nn.Embedding, "nn.Linear | PivotLinear")
 
@@ -147,6 +148,9 @@ class SelectedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix with zeros for inputs that are not read, O x I."""
+        # a shard: `fully_shard` asks for what is stored by the name under which it is stored
+        if hasattr(self.columns, "full_tensor"):
+            return self.columns
         shape = (self.out_features, self.in_features)
 
         def whole() -> Tensor:
@@ -333,7 +337,7 @@ def joined(first: nn.Linear | nn.Embedding, second: nn.Linear | PivotLinear) -> 
 
 def runs_in_order(module: nn.Module) -> bool:
     """Whether a module does nothing but call its children one after the other."""
-    return type(module) in (nn.Sequential, LowRankLinear, LowRankEmbedding)
+    return own_class(module) in (nn.Sequential, LowRankLinear, LowRankEmbedding)
 
 
 class Pair(NamedTuple):

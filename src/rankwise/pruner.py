@@ -24,7 +24,17 @@ from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
 from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck, check_loss_scale
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
-from rankwise.core.plan import Plan, check_weights, left_out, source
+from rankwise.core.plan import Plan, check_weights, get_module, left_out, listed, source
+from rankwise.core.sharding import (
+    ShardGroups,
+    StartingWeights,
+    check_shards,
+    gathered,
+    make_shardable,
+    mesh_of,
+    reshard,
+    unsharded,
+)
 from rankwise.core.targets import Target, find_target
 from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
@@ -108,6 +118,7 @@ class Pruner:
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        reshard(model)
         self.target = find_target(target, model)
         self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)
@@ -146,22 +157,31 @@ class Pruner:
             matrices[0].gate.register_module("controller", self.controller)
             self.controller.to(next(matrices[0].parameters()).device)
         self._structure = GatedStructure(model, matrices)
+        self._stale_optimizer.note_gated(model)
+        self._starting_weights = StartingWeights(model)
         self._is_checked = False
         families.changed(model)
-        verify_layers(model, self._batch)
+        if mesh_of(model.parameters()) is None:
+            verify_layers(model, self._batch)
         self._batch.note(model)
 
     def _gate_model(self, factorizer: Factorizer, account: SizeAccount) -> list[GatedMatrix]:
         """Replace the planned layers by gated ones."""
         matrices = []
+        shards = ShardGroups(self.model)
         # each dense weight is freed before the next one is factorized, so that a large model need not fit twice
         for site, curve in zip(self.plan.sites, account.curves, strict=True):
             found = source(self.model, site)
-            gate = self.method.make_gate(curve.num_components).to(found.tensors[0].device)
-            matrices.append(self.method.make_matrix(site, found, gate, curve, factorizer))
+            before = [p for use in site.uses for p in get_module(self.model, use).parameters()]
+            whole = found.gathered()
+            gate = self.method.make_gate(curve.num_components).to(whole.tensors[0].device)
+            matrices.append(self.method.make_matrix(site, whole, gate, curve, factorizer))
+            make_shardable(matrices[-1])
             install(self.model, site, matrices[-1])
-            del found
+            shards.replace(before, matrices[-1])
+            del found, whole, before
             release_freed_memory()
+        shards.find_again()
         return matrices
 
     def __repr__(self) -> str:
@@ -236,6 +256,8 @@ class Pruner:
         """A new model of the size asked for, without gates; `model` stays as it is.
 
         One run gives several models: pass another `budget` for another size, another `target` for ranks that suit it.
+        If the model is sharded (FSDP2), call it on every rank: the first rank gets the new model, in the memory of the
+        host, and the others get it on the meta device, without values.
         """
         if target is not None:
             with self._retargeted(find_target(target, self.model)):
@@ -255,7 +277,8 @@ class Pruner:
         if self.method.prunes_widths:
             update_config(small)
         families.changed(small)
-        verify_layers(small, self._batch)
+        if mesh_of(self.model.parameters()) is None:
+            verify_layers(small, self._batch)
         kept = self.account.size(self.controller.num_kept(limit))
         assert count(small) == (self.account.dense if self.method.counts_nonzeros else kept)
         return small if dtype is None else small.to(dtype)
@@ -279,12 +302,34 @@ class Pruner:
         matrices = self.controller.matrices
         self._structure.check_gates(self.model, matrices, "pruner.step()")
         self._is_checked = True
+        self._check_shards()
         is_wrapped = any(is_wrapper(each) for each in self.model.modules())
         if self.controller.distributed.size == 1 and not is_wrapped:
             verify_layers(self.model, self._batch)
         # a layer that only training needs may still be removed; the sizes of shards are different
         if self._structure.growth(self.model, matrices) > 0 and not is_wrapped:
             warnings.warn(self._structure.message(self.model, matrices, "compact()"), stacklevel=3)
+
+    def _check_shards(self) -> None:
+        """Raise or warn about a model whose shards do not fit together."""
+        check_shards(self.model)
+        mesh = mesh_of(self.model.parameters())
+        if mesh is None:
+            return
+        differing = self._starting_weights.differing(mesh)
+        if differing and not self.controller.is_loaded:
+            raise RankwiseError(
+                f"All ranks must gate the same weights before `fully_shard` takes a part of each, but they began with "
+                f"different values of {listed(differing)}. Load the model on every rank before the Pruner, or shard it "
+                "first: then the first rank's factors are sent to all."
+            )
+        alone = unsharded(self.model)
+        if alone:
+            warnings.warn(
+                f"`fully_shard` was not applied to all of the model: {listed(alone)} stay whole on every rank, and "
+                "their gradients are not averaged. Apply it to the model as well, after its parts.",
+                stacklevel=4,
+            )
 
     def _warn_if_early(self, limit: int) -> None:
         target, steps, end = self.controller.target_size(), self.steps, self.controller.anneal_steps
@@ -303,8 +348,11 @@ class Pruner:
             for i, kept in enumerate(self.controller.kept_components(limit)):
                 matrix, z = self.controller.matrices[i], self.controller.export_values(i)
                 columns = self.plan.sites[i].has_embedding
-                if isinstance(matrix, FactorizedMatrix) and matrix.loses_precision(kept, z, dtype, by_columns=columns):
-                    imprecise.add(i)
+                if isinstance(matrix, FactorizedMatrix) and matrix.rounds_pivots(len(kept), dtype):
+                    # on the host of every rank, so that all decide the same
+                    with gathered([matrix], to_host=True):
+                        if matrix.loses_precision(kept, z, dtype, by_columns=columns):
+                            imprecise.add(i)
             if not imprecise:
                 return
             curves = enumerate(self.account.curves)

@@ -12,10 +12,12 @@ from rankwise.adapters.widths import find_widths
 from rankwise.core.budget import Budget, SizeAccount, Storage, count
 from rankwise.core.distributed import is_wrapper
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, left_out, refusal
+from rankwise.core.sharding import check_shards, mesh_of
 from rankwise.core.targets import Target, find_target
 from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError
 from rankwise.methods.base import Method
 from rankwise.split import all_split
+from rankwise.swap import is_fully_sharded
 
 Init = Literal["svd", "whitened", "random"]
 
@@ -77,17 +79,21 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
     for name, module in model.named_modules():
-        if is_wrapper(module):
+        if is_wrapper(module) and not is_fully_sharded(module):
             raise PlanError(
                 f"`model` must be gated before it is wrapped for several devices, but {name or 'it'} is a "
                 f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
             )
+    check_shards(model)
     if not isinstance(budget, Budget):
         raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
     if init not in ("svd", "whitened", "random"):
         raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
     if (init == "whitened") != (calibration is not None):
         raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
+    if (calibration is not None or budget.latency_ms is not None) and mesh_of(model.parameters()) is not None:
+        asked = "`calibration`" if calibration is not None else "Budget(latency_ms=...)"
+        raise PlanError(f"{asked} needs a model that one rank can run, but it is sharded. Make the pruner before.")
     for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from rankwise import experts
 from rankwise.lazy import is_traced, lazy_weight
 from rankwise.modules import LowRankLinear, is_observed, linear
-from rankwise.swap import become
+from rankwise.swap import become, own_class
 
 STEP_COST = {"cpu": 1e6, "cuda": 1e9}
 """Multiplications that take as long as the calls of one recurrent step in Python, by device."""
@@ -298,7 +298,7 @@ SPLIT: dict[type[nn.Module], Callable[..., nn.Module]] = {
 
 def form_of(module: nn.Module) -> Callable[..., nn.Module] | None:
     """What a module becomes when it is split, if it is of a kind that can be."""
-    return experts.SplitExperts if experts.is_experts(module) else SPLIT.get(type(module))
+    return experts.SplitExperts if experts.is_experts(module) else SPLIT.get(own_class(module))
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -324,6 +324,8 @@ def refusal(module: nn.Module) -> str | None:
             own = set(experts.own_parameters(module))
             if (why := experts.refusal(module)) is not None:
                 return why
+    if any(hasattr(parameter, "full_tensor") for parameter in module._parameters.values()):
+        return "its weights are sharded: make the pruner before `fully_shard` to prune it"
     if {name for name, parameter in module._parameters.items() if parameter is not None} - own or module._buffers:
         return f"{type(module).__name__} holds more than its own weights"
     return "its weight is made from something else" if own - module._parameters.keys() else None

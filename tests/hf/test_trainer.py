@@ -265,8 +265,7 @@ def test_another_model_than_the_pruners_is_refused(tmp_path: Path) -> None:
     "changes, match",
     [
         ({"n_gpu": 2}, "must drive one GPU, but this one drives 2"),
-        ({"deepspeed": "x.json"}, "but DeepSpeed or FSDP is set"),
-        ({"fsdp": "full_shard"}, "but DeepSpeed or FSDP is set"),
+        ({"deepspeed": "x.json"}, "but DeepSpeed is set"),
     ],
 )
 def test_ways_to_train_that_would_lose_gradients_are_refused(changes: dict[str, Any], match: str) -> None:

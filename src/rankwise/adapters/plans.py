@@ -18,6 +18,7 @@ from rankwise.core.plan import LeftOut, Plan, Site, Use, UseKind, get_module, pa
 from rankwise.errors import InvalidTypeError, PlanError, nearest
 from rankwise.modules import LowRankEmbedding, LowRankHead, LowRankLinear, PivotLinear, runs_in_order, scale_of
 from rankwise.split import all_split
+from rankwise.swap import own_class
 
 Pattern = str | Sequence[str]
 """A regular expression that a module's whole name must match, or names: each matches itself and as a last part."""
@@ -180,7 +181,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 def _refusal(module: nn.Module) -> str | None:
     """Why a module is not used as a plain linear layer or embedding; None where it is."""
-    name = type(module).__name__
+    name = own_class(module).__name__
     if isinstance(module, PivotLinear):
         return "the pair that it is half of is no LowRankLinear"
     if split.form_of(module) is not None:

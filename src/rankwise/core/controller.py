@@ -93,10 +93,12 @@ class Controller(FixedDtypeModule, ABC):
         self.schedule = schedule
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
-        self._step, self._known_steps = 0, self._steps_version()
+        self._step, self._known_steps, self._device = 0, self._steps_version(), self.steps.device
         self._has_train_masks = self._has_eval_masks = False
         self.is_narrowed = False
         """Whether closed components were dropped."""
+        self.is_loaded = False
+        """Whether a checkpoint was loaded."""
         self._index: Tensor | None = None
         """The components in the order of `FlatLayout.open_first`, always in the same memory."""
         self.distributed = DistributedGroup()
@@ -197,8 +199,11 @@ class Controller(FixedDtypeModule, ABC):
         # Averages of weights overwrite buffers in place. So does DistributedDataParallel: at first with the state of
         # rank 0, and then before every step with what all ranks already hold, where the host must not wait for a GPU.
         is_overwritten = self._steps_version() != self._known_steps
-        if is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped):
-            self.zero_grad_detector.check_averages(self)
+        # FSDP2 moves buffers to a GPU, but knows nothing of masks
+        is_moved = self.steps.device != self._device
+        if is_moved or (is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped)):
+            if not is_moved:
+                self.zero_grad_detector.check_averages(self)
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return
@@ -209,6 +214,8 @@ class Controller(FixedDtypeModule, ABC):
             )
         # a later backward pass could not use tensors that were made in inference mode
         with torch.inference_mode(False), torch.no_grad():
+            for gate in self.gates:
+                gate.move_mask(self.steps.device)
             if evaluation:
                 self._has_eval_masks = True
                 self._make_eval_masks()
@@ -254,7 +261,7 @@ class Controller(FixedDtypeModule, ABC):
         if sizes != self.layout.sizes:
             self.resize(sizes)
         self._has_train_masks = self._has_eval_masks = False
-        self._known_steps = self._steps_version()
+        self._known_steps, self._device = self._steps_version(), self.steps.device
         if not self.steps.is_meta:
             self._step = int(self.steps)
 
@@ -327,6 +334,7 @@ class Controller(FixedDtypeModule, ABC):
         if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] != moments.shape[1]:
             self._buffers["moments"] = moments.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.is_loaded = True
         self.invalidate_masks()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -6,6 +6,7 @@ they start from the same state, so the state is compared at the first step, and 
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.core.sharding import mesh_of, on_all_ranks
 from rankwise.errors import InvalidTypeError, RankwiseError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ EXACT = 2**24
 
 
 class DistributedGroup:
-    """The process group over which the gradients of gates are averaged.
+    """The processes over which the gradients of gates are averaged.
 
     Args:
         requested: the group; False if this process trains alone; None to use the group of the `DistributedDataParallel`
@@ -46,7 +48,8 @@ class DistributedGroup:
                 f"but is {requested!r} instead."
             )
         self.requested = requested
-        self.group: ProcessGroup | None = requested or None
+        self.groups: tuple[ProcessGroup, ...] = (requested,) if requested else ()
+        """One group; where a mesh of several dimensions holds some of all processes, one for each dimension."""
         self.is_wrapped = False
         """Whether a wrapper was found: it may overwrite buffers before every forward pass."""
         self._seen_wrappers: WeakSet[nn.Module] = WeakSet()
@@ -62,8 +65,22 @@ class DistributedGroup:
 
     @property
     def size(self) -> int:
-        """The number of processes in the group; 1 without a group."""
-        return 1 if self.group is None or not dist.is_initialized() else dist.get_world_size(self.group)
+        """The number of processes; 1 without a group."""
+        return math.prod(dist.get_world_size(group) for group in self.groups) if dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among them."""
+        place = 0
+        for group in self.groups:
+            place = place * dist.get_world_size(group) + dist.get_rank(group)
+        return place
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor over all processes, in place."""
+        with on_all_ranks():
+            for group in self.groups:
+                dist.all_reduce(tensor, group=group)
 
     def find_wrapper(self, module: nn.Module) -> bool:
         """Look for a `DistributedDataParallel` around `module` during its forward pass; True if a new one was found."""
@@ -75,28 +92,29 @@ class DistributedGroup:
             return False
         self.is_wrapped = True
         if self.requested is None:
-            self.group, self._agreed, self._steps = wrapper.process_group, False, None
+            self.groups, self._agreed, self._steps = (wrapper.process_group,), False, None
         return True
 
     def find_mesh(self, parameters: Iterable[nn.Parameter]) -> None:
         """If no group is known, take that of sharded parameters (FSDP2); called between steps."""
-        if self.group is not None or self.requested is False or not (dist.is_available() and dist.is_initialized()):
+        if self.groups or self.requested is False or not (dist.is_available() and dist.is_initialized()):
             return
-        for mesh in (getattr(parameter, "device_mesh", None) for parameter in parameters):
-            if mesh is not None:
-                is_world = mesh.size() == dist.get_world_size()
-                self.group = dist.group.WORLD if is_world else mesh.get_group() if mesh.ndim == 1 else None
-            return
+        mesh = mesh_of(parameters)
+        if mesh is not None:
+            self.groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+            if mesh.ndim > 1 and mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+                self.groups = (dist.group.WORLD,)
 
     def warn_if_alone(self) -> None:
         """Warn once if there are several processes and nothing says whether they train one model."""
-        if self._warned or self.group is not None or self.requested is False:
+        if self._warned or self.groups or self.requested is False:
             return
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._warned = True
             warnings.warn(
                 f"This is one of {dist.get_world_size()} processes, but the model was not called through a "
-                "`DistributedDataParallel` wrapper, so its gates learn from this process alone. If you average "
+                "`DistributedDataParallel` wrapper or sharded by `fully_shard`, so its gates learn from this process "
+                "alone. If you average "
                 "gradients in another way, pass `process_group=torch.distributed.group.WORLD` to the pruner; if each "
                 "process trains a model of its own, pass `process_group=False`.",
                 stacklevel=4,
@@ -108,8 +126,8 @@ class DistributedGroup:
             return
         own = fingerprints()
         table = torch.zeros(len(own), self.size, dtype=torch.long, device=device)
-        table[:, dist.get_rank(self.group)] = torch.tensor(list(own.values()), device=device)
-        dist.all_reduce(table, group=self.group)
+        table[:, self.rank] = torch.tensor(list(own.values()), device=device)
+        self.sum(table)
         for name, values in zip(own, table.tolist(), strict=True):
             check_same(name, values)
         self._agreed = True
@@ -121,9 +139,9 @@ class DistributedGroup:
         """
         steps = flat.new_zeros(self.size)
         # `fill_` because assignment would wait for the GPU
-        steps[dist.get_rank(self.group)].fill_(step % EXACT)
+        steps[self.rank].fill_(step % EXACT)
         both = torch.cat([flat, steps])
-        dist.all_reduce(both, group=self.group)
+        self.sum(both)
         flat, steps = torch.split(both, [len(flat), self.size])
         # on a GPU the steps are checked one step later, when the copy has long arrived
         on_host = steps.to("cpu", non_blocking=True)
@@ -162,7 +180,8 @@ def check_same(name: str, values: Sequence[int]) -> None:
     they = f"are at steps {first}" if name == "steps" else f"hold different gates ({_first_two(values)})"
     raise RankwiseError(
         f"All ranks must go through the same steps with the same gates, but they {they}. Load a checkpoint on every "
-        "rank, or on the first rank before the model is wrapped in `DistributedDataParallel`, which sends it to all."
+        "rank, or on the first rank before the model is wrapped in `DistributedDataParallel`, which sends it to all; "
+        "with FSDP2, `set_model_state_dict` sends it (`broadcast_from_rank0=True`)."
     )
 
 

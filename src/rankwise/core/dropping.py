@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.controller import Controller
+from rankwise.core.sharding import mesh_of
 from rankwise.errors import InvalidTypeError, RankwiseError
 
 
@@ -32,7 +33,7 @@ def drop_closed(controller: Controller, optimizers: Sequence[Any]) -> int:
             'recipe="published" gates never stay.'
         )
     weights = [weight for matrix in controller.matrices for weight in matrix.parameters()]
-    if controller.distributed.is_wrapped or any(hasattr(weight, "device_mesh") for weight in weights):
+    if controller.distributed.is_wrapped or mesh_of(weights) is not None:
         raise RankwiseError(
             "`drop_closed()` needs a model that no DistributedDataParallel or FSDP has wrapped, because they hold the "
             "shapes of its weights. Save a checkpoint, make model and pruner again, load it, call `drop_closed()`, and "

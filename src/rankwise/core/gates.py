@@ -104,7 +104,22 @@ class Mask(NamedTuple):
     """The indices of the components to multiply, if only some are open; None for all."""
 
 
-class FixedDtypeModule(nn.Module):
+class LoadedOnce(nn.Module):
+    """A module that several others may hold, and that loads what a checkpoint has under the first of its names.
+
+    torch sends a checkpoint to other ranks and takes it into shards (`set_model_state_dict`) under that name alone.
+    """
+
+    _loaded: object = None
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # the list of missing keys, of which every call of `load_state_dict` has one of its own
+        if self._loaded is not args[4]:
+            self._loaded = args[4]
+            super()._load_from_state_dict(*args)
+
+
+class FixedDtypeModule(LoadedOnce):
     """A module whose buffers keep their dtype when the model around them is cast to bf16 or fp16."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -159,6 +174,11 @@ class Gate(FixedDtypeModule):
         self.num_components = number
         self.active, self.is_binary, self.eval_mask = None, False, None
 
+    def move_mask(self, device: torch.device) -> None:
+        """Have z on `device`, where it is filled next."""
+        if self.z is not None and self.z.device != device:
+            self.z = torch.ones(self.num_components, device=device).requires_grad_(self.z.requires_grad)
+
     def forward(self) -> Mask:
         """The mask of this training step; in evaluation mode the mask that would be exported now."""
         compiled = torch.compiler.is_compiling()
@@ -182,8 +202,8 @@ class Gate(FixedDtypeModule):
         self._invalidate_masks()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
         self._invalidate_masks()
 
     def _invalidate_masks(self) -> None:

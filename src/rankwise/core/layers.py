@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,19 @@ from torch import Tensor, nn
 from rankwise.core.exports import Export
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
+from rankwise.core.sharding import gathered, host_copies, is_first_rank, is_sharded, mesh_of, reshard, to_meta
 from rankwise.core.widths import WidthMatrix, WidthSite
-from rankwise.lazy import lazy_weight
+from rankwise.errors import RankwiseError
+from rankwise.lazy import is_traced, lazy_weight
 from rankwise.modules import Pair, scaling_of
 from rankwise.swap import become, copied
 
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
+
+
+_WEIGHTS: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+"""Weights that someone holds: one object for tied layers, because Accelerate asks whether both have the same weight."""
 
 
 class GatedLayer(nn.Module, ABC):
@@ -37,7 +45,25 @@ class GatedLayer(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The matrix as the gate stands, for code that reads `layer.weight`."""
-        return lazy_weight(self.matrix.weight, self.matrix.shape, next(self.matrix.parameters()))
+        like = next(self.matrix.parameters())
+        if is_traced():
+            return self.matrix.gathered_weight()
+        key = (id(self.matrix), like.dtype, like.device, like.requires_grad and torch.is_grad_enabled())
+        known = _WEIGHTS.get(key)
+        if known is None:
+            _WEIGHTS[key] = known = lazy_weight(self.matrix.gathered_weight, self.matrix.shape, like)
+        return known
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; refuses what tensor parallelism would make of a weight."""
+        before = self._parameters.get(name)
+        is_split = name.startswith("matrix.") or (before is not None and not is_sharded(before))
+        if param is not None and is_sharded(param) and is_split:
+            raise RankwiseError(
+                "A gated layer cannot be split by tensor parallelism, because a component has a part in every row, but "
+                f"its {name} is. Shard the model by `fully_shard`, or leave the layer out of the plan."
+            )
+        super().register_parameter(name, param)
 
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -55,14 +81,17 @@ class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock l
         self.out_features, self.in_features = matrix.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        self.matrix.check_gathered()
         return self.matrix.linear(x, self.bias)
 
     def pair(self) -> Pair | None:
         """See `rankwise.modules.pair_of`."""
+        self.matrix.check_gathered()
         return self.matrix.pair() if self.bias is None else None
 
     def whole(self) -> Tensor | None:
         """See `rankwise.modules.pair_of`."""
+        self.matrix.check_gathered()
         return self.matrix.whole() if self.bias is None else None
 
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
@@ -81,6 +110,7 @@ class GatedEmbedding(GatedLayer, nn.Embedding):  # type: ignore[override]
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def forward(self, index: Tensor) -> Tensor:
+        self.matrix.check_gathered()
         rows = self.matrix.rows(index, self.padding_idx)
         if self.scaling is None:
             return rows
@@ -111,16 +141,39 @@ def gated_layers(model: nn.Module) -> list[GatedLayer]:
 
 
 def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
-    """A new model of at most `limit` parameters; `model` stays as it is."""
+    """A new model of at most `limit` parameters; `model` stays as it is.
+
+    A sharded model is gathered matrix by matrix: the first rank gets the new model in the memory of the host, and the
+    other ranks get it on the meta device.
+    """
     layers = gated_layers(model)
     plain: dict[nn.Module, nn.Module] = {}
     memo: dict[int, object] = {}
+    reshard(model)
+    mesh = mesh_of(model.parameters())
+    is_first = mesh is None or is_first_rank(mesh)
+    if mesh is not None:
+        exported = {p for matrix in controller.matrices for part in matrix.exported() for p in part.parameters()}
+        memo = host_copies(model, exported, first=is_first)
     for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.kept_components(limit), strict=True)):
-        export = matrix.export(kept, controller.export_values(i))
-        uses = [layer for layer in layers if layer.matrix is matrix]
-        # an output layer is tied to its embedding, so that one is made first
-        for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
-            plain[layer] = layer.plain(export, memo).train(layer.training)
-        if isinstance(matrix, WidthMatrix):
-            plain.update(matrix.narrow_feeders(kept))
+        with gathered(matrix.exported(), to_host=is_first):
+            made = _plain_layers(matrix, layers, kept, controller.export_values(i), memo)
+        if not is_first:
+            to_meta(made.values())
+        plain |= made
     return copied(model, memo, plain)
+
+
+def _plain_layers(
+    matrix: GatedMatrix, layers: Sequence[GatedLayer], kept: Tensor, z: Tensor | None, memo: dict[int, object]
+) -> dict[nn.Module, nn.Module]:
+    """What takes the place of each layer over `matrix` in a compact model."""
+    device = next(matrix.parameters()).device
+    kept, z = kept.to(device), None if z is None else z.to(device)
+    export = matrix.export(kept, z)
+    uses = [layer for layer in layers if layer.matrix is matrix]
+    plain: dict[nn.Module, nn.Module] = {}
+    # an output layer is tied to its embedding, so that one is made first
+    for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):
+        plain[layer] = layer.plain(export, memo).train(layer.training)
+    return plain | matrix.narrow_feeders(kept)

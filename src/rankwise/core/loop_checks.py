@@ -25,13 +25,14 @@ from rankwise.core.layers import GatedLayer, gated_layers
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
+from rankwise.swap import is_fully_sharded
 
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
 
 
 class StaleOptimizerCheck:
-    """Remembers the weights of a model before it is gated, without keeping them alive.
+    """Remembers the weights of a model before it is gated, and before it is sharded, without keeping them alive.
 
     No counter tells whether a weight is trained: fused optimizers, kernels, CUDA graphs and copies into `.data` leave
     `_version` as it is, and a learning rate of zero changes no value. So the check looks for who holds the weights.
@@ -39,8 +40,14 @@ class StaleOptimizerCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+        self._gated: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        """The weights of the gated model, in whose place `fully_shard` puts others."""
         self._sums: list[Tensor] | None = None
         """The sums of the new weights at the first step."""
+
+    def note_gated(self, model: nn.Module) -> None:
+        """Remember the weights of the gated model too."""
+        self._gated = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
 
     def check(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> None:
         """Raise at the second step if an optimizer holds old weights, none holds a new one, and none has changed.
@@ -50,8 +57,9 @@ class StaleOptimizerCheck:
         if not self._before:
             return
         alive = [(name, weight) for name, ref in self._before if (weight := ref()) is not None]
+        gated = [(name, weight) for name, ref in self._gated if (weight := ref()) is not None]
         present = {id(parameter) for parameter in model.parameters()}
-        old = {id(weight): name for name, weight in alive if id(weight) not in present}
+        old = {id(weight): name for name, weight in (*alive, *gated) if id(weight) not in present}
         if not old:
             self._before = []
             return
@@ -67,16 +75,17 @@ class StaleOptimizerCheck:
         if not (_held(old, new) and gc.collect() >= 0 and (held := _held(old, new)) and _are_equal(self._sums, new)):
             self._before, self._sums = [], None
             return
+        by = "`fully_shard`" if set(held) & {name for name, _ in gated} else "the pruner"
         raise RankwiseError(
-            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that the pruner replaced "
+            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that {by} replaced "
             f"({listed(held)}); those in their place have not changed since the last `pruner.step()`. Build the "
-            "optimizer after the Pruner, from `pruner.weight_parameters()`. To train the gates alone, freeze the "
-            "weights with `requires_grad_(False)`."
+            "optimizer after the Pruner, and after `fully_shard` if you use it, from `pruner.weight_parameters()`. To "
+            "train the gates alone, freeze the weights with `requires_grad_(False)`."
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy gets an optimizer of its own, and weak references cannot be pickled
-        return {"_before": [], "_sums": None}
+        return {"_before": [], "_gated": [], "_sums": None}
 
 
 def check_loss_scale() -> None:
@@ -194,8 +203,8 @@ class ZeroGradDetector:
 
     Gradients that were set to None, as `zero_grad()` does, are recognised by identity: the tensor is no longer the one
     that the last backward pass left. Gradients that were set to zero in place (`set_to_none=False`) are recognised by
-    value, on their device. Gradients that do not outlive their backward pass tell nothing: if a hook takes the
-    optimizer's step, or if parameters are sharded and the optimizer holds other tensors (FSDP2).
+    value, on their device, unless weights are sharded (FSDP2): in a backward pass their places hold whole ones.
+    Gradients that do not outlive their backward pass tell nothing: if a hook takes the optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -251,7 +260,7 @@ class ZeroGradDetector:
         watched = [(weight, left) for weight, left in self._left if weight not in (self._lasting or ())]
         is_gone = bool(watched) and all(weight.grad is None or weight.grad is not left() for weight, left in watched)
         # how the user's loop clears gradients is known after the first step
-        if not is_gone and self._left and (self._lasting is None or self._lasting):
+        if not is_gone and self._left and not self._is_sharded and (self._lasting is None or self._lasting):
             nonzero = _any_nonzero(controller.matrices, matrix)
             is_gone = nonzero is False
             if isinstance(nonzero, Tensor):
@@ -271,7 +280,7 @@ class ZeroGradDetector:
             self._lasting = (self._lasting or set()).difference(weight for weight, _ in self._left) | stayed
         watched: list[nn.Parameter] = []
         if self._lasting is None:
-            self._is_sharded = any(map(_is_sharding, controller.modules_of_model()))
+            self._is_sharded = any(map(is_fully_sharded, controller.modules_of_model()))
         else:
             # one parameter of each matrix is enough
             own = (_with_gradient(matrix._parameters.values(), self._lasting) for matrix in controller.matrices)
@@ -279,8 +288,6 @@ class ZeroGradDetector:
         if not watched:
             everywhere = (module._parameters.values() for module in controller.modules_of_model())
             watched = _with_gradient(weight for weights in everywhere for weight in weights)
-        if self._is_sharded:
-            watched = []
         self._left = [(weight, TensorWeakRef(weight.grad)) for weight in watched]  # type: ignore[arg-type]
 
 
@@ -322,7 +329,3 @@ def _with_gradient(
     parameters: Iterable[nn.Parameter | None], without: Container[nn.Parameter] = ()
 ) -> list[nn.Parameter]:
     return [one for one in parameters if one is not None and one.grad is not None and one not in without]
-
-
-def _is_sharding(module: nn.Module) -> bool:
-    return any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__)

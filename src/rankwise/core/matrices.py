@@ -26,12 +26,14 @@ from rankwise.core.exports import (
     SelectedExport,
     rounding_error,
 )
-from rankwise.core.gates import Gate, Mask
+from rankwise.core.gates import Gate, LoadedOnce, Mask
+from rankwise.core.sharding import full_tensor, is_sharded
+from rankwise.errors import RankwiseError
 from rankwise.kernels.linear import linear, pair_linear
 from rankwise.modules import Pair
 
 
-class GatedMatrix(nn.Module, ABC):
+class GatedMatrix(LoadedOnce, ABC):
     """A matrix W of shape O x I whose components share one gate."""
 
     def __init__(self, shape: tuple[int, int], gate: Gate, cost_curve: CostCurve) -> None:
@@ -62,6 +64,22 @@ class GatedMatrix(nn.Module, ABC):
     def weight(self) -> Tensor:
         """W under the current mask: the reference for `linear` and `rows`."""
 
+    def gathered_weight(self) -> Tensor:
+        """`weight()`, or an error where the parameters are shards."""
+        self.check_gathered()
+        return self.weight()
+
+    def check_gathered(self) -> None:
+        """Raise if the matrix is used where its parameters are shards."""
+        first = next(iter(self._parameters.values()), None)
+        if first is not None and is_sharded(first):
+            rows, columns = self.shape
+            raise RankwiseError(
+                f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "
+                f"to, but one of {rows} x {columns} is used outside of it. Call that module. Tied layers go into one "
+                "group: `fully_shard([embedding, head])`, or leave both to the model around them."
+            )
+
     @abstractmethod
     def magnitudes(self) -> Tensor:
         """The Frobenius norm of each component, R values."""
@@ -73,6 +91,14 @@ class GatedMatrix(nn.Module, ABC):
     @abstractmethod
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         """The matrix with only the components `kept`, each multiplied by its `z` (None: one)."""
+
+    def exported(self) -> list[nn.Module]:
+        """The modules whose own parameters an export is made of."""
+        return [self]
+
+    def narrow_feeders(self, kept: Tensor) -> dict[nn.Module, nn.Module]:
+        """Other layers that lose something with this matrix, and what takes their place."""
+        return {}
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]} x {self.shape[1]}"
@@ -109,8 +135,8 @@ class FactorizedMatrix(GatedMatrix):
 
     def magnitudes(self) -> Tensor:
         p, q = self.p.detach().float(), self.q.detach().float()
-        norms: Tensor = torch.linalg.vector_norm(p, dim=0) * torch.linalg.vector_norm(q, dim=1)
-        return norms
+        # of sharded factors only the norms are gathered
+        return full_tensor(torch.linalg.vector_norm(p, dim=0)) * full_tensor(torch.linalg.vector_norm(q, dim=1))
 
     def narrow(self, kept: Tensor) -> dict[nn.Parameter, int]:
         _narrow_parameter(self.p, 1, kept)
@@ -145,12 +171,17 @@ class FactorizedMatrix(GatedMatrix):
             return PivotExport(p.to(precise), q.to(precise), self.p)
         return LowRankExport(_like(p, self.p), _like(q, self.q))
 
+    def rounds_pivots(self, num_kept: int, dtype: torch.dtype | None) -> bool:
+        """Whether an export is in the pivot layout and in half precision."""
+        is_low_rank = self.cost_curve(num_kept) != self.cost_curve.cap
+        return self.cost_curve.pivot and is_low_rank and (dtype or self.p.dtype).itemsize <= 2
+
     def loses_precision(self, kept: Tensor, z: Tensor | None, dtype: torch.dtype | None, *, by_columns: bool) -> bool:
         """Whether an export of `kept` in half precision would be much less accurate in the pivot layout than a pair."""
-        dtype = dtype or self.p.dtype
-        if not self.cost_curve.pivot or dtype.itemsize > 2 or self.cost_curve(len(kept)) == self.cost_curve.cap:
+        if not self.rounds_pivots(len(kept), dtype):
             return False
-        p, q = self._kept(kept, z)
+        device, dtype = self.p.device, dtype or self.p.dtype
+        p, q = self._kept(kept.to(device), None if z is None else z.to(device))
         return rounding_error(p.to(dtype), q.to(dtype), by_columns=by_columns) > ROUNDING
 
     def _kept(self, kept: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -189,8 +220,7 @@ class InputGatedMatrix(GatedMatrix):
         return _scale(self.w, self.columns_mask()[0])
 
     def magnitudes(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self.w.detach().float(), dim=0)
-        return norms
+        return full_tensor(torch.linalg.vector_norm(self.w.detach().float(), dim=0))
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()
@@ -223,7 +253,7 @@ class MaskedMatrix(GatedMatrix):
         return self.w if z is None else _scale(self.w, z.view(self.shape))
 
     def magnitudes(self) -> Tensor:
-        return torch.abs(self.w.detach().float()).flatten()
+        return torch.abs(full_tensor(self.w.detach()).float()).flatten()
 
     def export(self, kept: Tensor, z: Tensor | None) -> Export:
         w = self.w.detach()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
+from rankwise.core.sharding import are_finite, full_tensor, is_sharded
 from rankwise.errors import PlanError
 from rankwise.modules import LowRankHead, PivotLinear
 from rankwise.split import all_split
@@ -102,6 +102,17 @@ class Source:
     @property
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight_OI, self.p_OR, self.q_RI) if t is not None]
+
+    def gathered(self) -> Source:
+        """The whole parameters where these are sharded."""
+        if not any(map(is_sharded, self.tensors)):
+            return self
+        names = [name for name in ("weight_OI", "p_OR", "q_RI") if getattr(self, name) is not None]
+        whole = (full_tensor(tensor.detach()).contiguous() for tensor in self.tensors)
+        made: dict[str, Any] = {
+            name: nn.Parameter(tensor, self.requires_grad) for name, tensor in zip(names, whole, strict=True)
+        }
+        return replace(self, **made)
 
 
 def source(model: nn.Module, site: Site) -> Source:
@@ -210,5 +221,6 @@ def check_weights(model: nn.Module, plan: Plan) -> None:
                 raise PlanError(f"{site}: weights must hold data, but are on the meta device. Load the model first.")
             if not tensor.is_floating_point():
                 raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
-            if not torch.isfinite(tensor).all():
+        for (site, _), finite in zip(tensors, are_finite([tensor for _, tensor in tensors]), strict=True):
+            if not finite:
                 raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude them.")

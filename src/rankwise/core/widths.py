@@ -21,6 +21,7 @@ from rankwise.core.exports import DenseExport, Export
 from rankwise.core.gates import Gate
 from rankwise.core.matrices import InputGatedMatrix
 from rankwise.core.plan import Site
+from rankwise.core.sharding import full_tensor
 from rankwise.modules import linear
 
 
@@ -109,10 +110,10 @@ class WidthMatrix(InputGatedMatrix):
 
     def magnitudes(self) -> Tensor:
         """The norm of each component's columns, times those of the rows that feed it."""
-        columns = self.w.detach().float().view(len(self.w), -1, self.size)
+        columns = full_tensor(self.w.detach()).float().view(len(self.w), -1, self.size)
         norms: Tensor = torch.linalg.vector_norm(columns, dim=(0, 2))
         for module, outputs in self.feeders:
-            rows = module.weight.detach().float().view(-1, outputs * module.in_features)
+            rows = full_tensor(module.weight.detach()).float().view(-1, outputs * module.in_features)
             norms = norms * torch.linalg.vector_norm(rows, dim=1)
         return norms
 
@@ -121,6 +122,9 @@ class WidthMatrix(InputGatedMatrix):
         if z is not None:
             w_OI = (w_OI * z.repeat_interleave(self.size)).to(w_OI.dtype)
         return DenseExport(nn.Parameter(w_OI.index_select(1, features(kept, self.size)), self.w.requires_grad))
+
+    def exported(self) -> list[nn.Module]:
+        return [self, *(layer.module for layer in self.feeders)]
 
     def narrow_feeders(self, kept: Tensor) -> dict[nn.Module, nn.Module]:
         """The layers that feed this matrix, and what takes their place when only `kept` components are left."""

@@ -6,12 +6,14 @@ Gates, multipliers and step lie in buffers of the model, so the Trainer's own ch
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from transformers.modeling_utils import unwrap_model
 
+from rankwise.core.sharding import mesh_of
 from rankwise.errors import InvalidTypeError, RankwiseError
 from rankwise.pruner import Pruner
 
@@ -21,8 +23,9 @@ class PruningCallback(TrainerCallback):
 
     Make the pruner first, then `Trainer(model=pruner.model, callbacks=[PruningCallback(pruner)])`. Accumulated
     gradients make one step; the scale of fp16 losses is taken out. After the ramp, closed components are dropped with
-    their optimizer state (`Pruner.drop_closed`), unless the model is in DDP. While the target size is still on its way
-    down, no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a larger model.
+    their optimizer state (`Pruner.drop_closed`), unless the model is in DDP or sharded (FSDP2). While the target size
+    is still on its way down, no checkpoint counts as the best one (`load_best_model_at_end`): it would be one of a
+    larger model.
     """
 
     def __init__(self, pruner: Pruner) -> None:
@@ -31,6 +34,25 @@ class PruningCallback(TrainerCallback):
         self.pruner = pruner
         self._scale = 1.0
         self._has_dropped = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what would fail when the Trainer prepares the model."""
+        if args.deepspeed:
+            raise RankwiseError("Gated models train on one device, in DDP or in FSDP2, but DeepSpeed is set. Unset it.")
+        settings = getattr(args, "fsdp_plugin_args", None) or {}
+        # what `accelerate launch` was configured with
+        is_launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        if not args.fsdp and not is_launched:
+            return
+        version = settings.get("fsdp_version", os.environ.get("FSDP_VERSION", "1") if is_launched else 2)
+        if int(version) != 2:
+            raise RankwiseError(f"Gated models are sharded by FSDP2, but FSDP{version} is set. Set `fsdp_version: 2`.")
+        on_launch = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+        if settings.get("cpu_ram_efficient_loading", on_launch):
+            raise RankwiseError(
+                "Gated models have buffers, which Accelerate does not send to other ranks, but "
+                "`cpu_ram_efficient_loading` is set. Set it to false, and load the model on every rank."
+            )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that would not train the pruner's model."""
@@ -45,8 +67,7 @@ class PruningCallback(TrainerCallback):
                 f"One process must drive one GPU, but this one drives {args.n_gpu}. Start it with `torchrun` or "
                 "`accelerate launch`, or set CUDA_VISIBLE_DEVICES."
             )
-        if args.deepspeed or args.fsdp:
-            raise RankwiseError("Gated models train on one device or in DDP, but DeepSpeed or FSDP is set. Unset it.")
+        self.on_init_end(args, state, control)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the loss scale of these gradients: the optimizer's step may change it."""
@@ -57,7 +78,8 @@ class PruningCallback(TrainerCallback):
         """Move the gates; once they stay, drop what they closed."""
         self.pruner.step(grad_scale=self._scale)
         controller, optimizer = self.pruner.controller, kwargs.get("optimizer")
-        if controller.has_committed and not self._has_dropped and not controller.distributed.is_wrapped:
+        is_wrapped = controller.distributed.is_wrapped or mesh_of(self.pruner.weight_parameters()) is not None
+        if controller.has_committed and not self._has_dropped and not is_wrapped:
             self._has_dropped = True
             self.pruner.drop_closed(*([] if optimizer is None else [optimizer]))
 
