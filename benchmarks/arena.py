@@ -36,12 +36,11 @@ import transformers
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.blockwise import Refinement
 from rankwise.core.calibrate import second_moments
 from rankwise.core.factorize import Factors, Moments, svd
 from rankwise.core.plan import Plan
 from rankwise.modules import linear
-from rankwise.oneshot import default_plan, loss_of_choices
+from rankwise.oneshot import Refinement, default_plan, loss_of_choices
 
 EVEN: dict[str, Any] = {"layout": "pair", "embeddings": False, "target": "cpu", "loss": None, "ranks": "even"}
 ROWS: dict[str, tuple[str, dict[str, Any] | None]] = {

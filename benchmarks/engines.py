@@ -35,7 +35,7 @@ from rankwise.core.budget import SizeReport
 from rankwise.core.targets import TARGETS
 from rankwise.deploy import bfloat16, example_inputs, fuse_layers, int8
 from rankwise.deploy.bench import engine
-from rankwise.deploy.compress import Compressed
+from rankwise.deploy.compressed import Compressed
 from rankwise.deploy.export import FORMATS
 from rankwise.deploy.quantize import can_multiply_bfloat16
 from rankwise.kernels.int8 import can_multiply_bytes

@@ -17,7 +17,8 @@ from torch import nn
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
-from rankwise.deploy.compress import Compressed, Listener, compress_folder
+from rankwise.deploy.compress import Listener, compress_folder
+from rankwise.deploy.compressed import Compressed
 from rankwise.deploy.inputs import (
     Calibration,
     SpecialTokens,

@@ -17,7 +17,8 @@ from rankwise.cli.tables import close, wrapped
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
-    from rankwise.deploy.compress import Compressed, Listener, Source
+    from rankwise.deploy.compress import Listener, Source
+    from rankwise.deploy.compressed import Compressed
     from rankwise.lab.experiments.healing import Healed
 
 TITLES = {
@@ -183,7 +184,7 @@ def _source(name: str) -> Source:
 
     own = open_own(Path(name))
     if own is not None:
-        return SavedModel(name, own.model, own.vocabulary, own.beside, lambda: open_model(name))
+        return SavedModel(own.model, own.vocabulary, own.beside, lambda: open_model(name), name)
     from rankwise.hf.loading import PretrainedModel
 
     return PretrainedModel(name)

@@ -6,53 +6,34 @@ transformers.
 
 from __future__ import annotations
 
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rankwise.blockwise import Refinement
 from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
 from rankwise.core.host_memory import return_large_blocks
-from rankwise.core.plan import Plan, Site, get_module
+from rankwise.core.plan import Plan
 from rankwise.core.targets import Target, find_target
-from rankwise.deploy.inputs import (
-    BYTES_PER_CHARACTER,
-    BYTES_PER_TOKEN,
-    Calibration,
-    KeptBack,
-    Quality,
-    Windows,
-    example_inputs,
-    positions_of,
-    read_windows,
-)
+from rankwise.deploy.compressed import Compressed, RefinedFolder, example_text, kept_by_shape, milliseconds
+from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
 from rankwise.deploy.save import COMPRESSION, check_target, save
-from rankwise.deploy.structure import layer_of
 from rankwise.errors import DataError, RankwiseError, first_line
-from rankwise.files import read_json, write_json, write_tensors
+from rankwise.files import write_json
 from rankwise.latency import size_for
-from rankwise.measure import evaluating, slower_than_dense, time_together
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
-from rankwise.narrow import oneshot_method
-from rankwise.oneshot import RANKS, Ranks, compress, default_plan
+from rankwise.oneshot import RANKS, Ranks, Refinement, compress, default_plan, oneshot_method
 from rankwise.sizes import plan_for_method, size_account
 from rankwise.surroundings import surroundings
 
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
-REPEATS = 5
-DOUBTFUL = 1.1
-"""Up to this multiple of the dense one's time, the small model may only seem slower: the two did not take turns."""
 COMPRESSED = "rankwise-compressed"
 """The format of what a compressed folder keeps of its own making."""
 ROOM = 2
@@ -65,37 +46,6 @@ REFINED_STEPS = 250
 """Steps for each block by which a model is refined by default, on a GPU."""
 SMALL = 10_000_000
 """Models of up to so many parameters are refined on a CPU too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compressed(SizeReport):
-    """Size, quality and speed of a compressed model."""
-
-    ranks: str = "global"
-    """How ranks were shared out, as in `rankwise.compress`."""
-    refined: int = 0
-    """Steps by which each block was refined."""
-    quality: Quality | None = None
-    """None without calibration."""
-    speed: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Milliseconds of a call, dense and small, by its number of tokens."""
-    device: str = "cpu"
-
-    def is_better(self, other: Compressed) -> bool:
-        """Whether less is lost than in another model of the same size."""
-        return self.quality is not None and other.quality is not None and self.quality.small < other.quality.small
-
-    def remarks(self) -> list[str]:
-        """A line for every number of tokens with which the small model is slower than the dense one."""
-        lines = []
-        for where, (dense, small) in self.named_speed().items():
-            reason = "" if small > DOUBTFUL * dense else "or the machine was busy: the two did not take turns"
-            lines.append(slower_than_dense("The small model", small, dense, where=where, reason=reason))
-        return [line for line in lines if line is not None]
-
-    def named_speed(self) -> dict[str, tuple[float, float]]:
-        """`speed` by words for what was timed, and where."""
-        return {f"{number} token{'s'[: number - 1]} on {self.device}": pair for number, pair in self.speed.items()}
 
 
 class Listener:
@@ -196,8 +146,8 @@ def compress_folder(
         method, width_share, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
         ranks: as for `rankwise.compress`; "auto": the best of them.
-        refine: steps by which each block is trained towards the dense one (`rankwise.blockwise.refine`); by default 250
-            on a GPU, and for small models.
+        refine: steps by which each block is trained towards the dense one (`rankwise.oneshot.blockwise`); by default
+            250 on a GPU, and for small models.
         overwrite: replace a model that was saved under this name before.
         device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
         dtype: of the compressed model; by default that of the folder.
@@ -220,7 +170,7 @@ def compress_folder(
     refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
     settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
     settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
-    refined = _RefinedBlocks(folder, settings)
+    refined = RefinedFolder(folder, settings)
 
     names = list(RANKS) if ranks == "auto" else [ranks]
     if method != "svd":
@@ -260,37 +210,6 @@ def compress_folder(
 TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks between the two"}
 
 
-class _RefinedBlocks:
-    """Keeps refined blocks beside the folder to be, until it is there."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.place = folder.with_name(f".{folder.name}.refining")
-        self.settings = dict(settings)
-
-    def load(self, number: int) -> Mapping[str, Tensor] | None:
-        try:
-            if read_json(self.place / "settings.json") != self.settings:
-                return None
-            return load_file(self._file(number))
-        except (OSError, ValueError, SafetensorError):
-            return None
-
-    def save(self, number: int, state: Mapping[str, Tensor]) -> None:
-        if number == 0:
-            self.remove()
-            self.place.mkdir(parents=True)
-            write_json(self.place / "settings.json", self.settings)
-        unfinished = self._file(number).with_suffix(".part")
-        write_tensors(unfinished, {name: tensor.contiguous().cpu() for name, tensor in state.items()})
-        unfinished.replace(self._file(number))
-
-    def remove(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
-
-    def _file(self, number: int) -> Path:
-        return self.place / f"block-{number:04}.safetensors"
-
-
 class _Work:
     """What both attempts at a model share: settings, sizes, and the figures of the dense model."""
 
@@ -307,7 +226,7 @@ class _Work:
         if isinstance(method, Width):
             plan = plan_for_method(model, plan, method)
         if budget.latency_ms is not None:
-            budget, plan = size_for(model, budget, plan, _text(model, TIMED_TOKENS), None)
+            budget, plan = size_for(model, budget, plan, example_text(model, TIMED_TOKENS), None)
         self.budget, self.listener = budget, listener
         self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
@@ -343,7 +262,7 @@ class _Work:
         return bool(find_blocks(model, self.settings["calibration"][0]))
 
     def attempt(
-        self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: _RefinedBlocks | None = None
+        self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: RefinedFolder | None = None
     ) -> Compressed:
         """Compress `model` in place, and measure it."""
         settings = {**self.settings, "ranks": ranks, "refinement": refinement, "refined": refined}
@@ -375,25 +294,6 @@ class _Work:
         return {**about, **sizes, **self.kept[made.ranks], **surroundings(device)}
 
 
-def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
-    """What a compact model kept of each matrix, read from its layers; biases are not counted.
-
-    `matrices` are parameters before and after. `ranks` are outputs, inputs, components kept and components in all: of
-    rank, or the neurons of a layer that was made narrower.
-    """
-    matrices: dict[str, list[int]] = {}
-    ranks: dict[str, list[int]] = {}
-    for site in sites:
-        module = get_module(small, site.uses[0])
-        matrices[site.name] = [site.params, sum(p.numel() for p in module.parameters() if p.dim() > 1)]
-        layer, full = layer_of(module), site.pair_rank or min(site.shape)
-        kept = getattr(layer, "rank", getattr(layer, "kept", full))
-        now = getattr(layer, "outputs", site.shape[0]), getattr(layer, "inputs", site.shape[1])
-        narrowed = [pair for pair in zip(now, site.shape, strict=True) if pair[0] != pair[1]]
-        ranks[site.name] = [*site.shape, *(narrowed[0] if narrowed else (min(kept, full), full))]
-    return {"matrices": matrices, "ranks": ranks}
-
-
 def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
     """Lines about large layers that stay as they are, and what the others lose instead."""
     large = [item for item in plan.left_out if item.params >= 0.01 * account.dense]
@@ -423,43 +323,10 @@ def find_device(device: str, model: nn.Module) -> torch.device:
     return found
 
 
-def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
-    """The median time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
-    device = next(model.parameters()).device
-    found: dict[int, float] = {}
-    for number in sorted({_readable(model, length), 1}, reverse=True):
-        try:
-            inputs = _text(model, number)
-            with torch.inference_mode(), evaluating(model):
-                timing = time_together({"": lambda given=inputs: model(**given)}, repeats=REPEATS, device=device)  # type: ignore[misc]
-        # models that read other things than text refuse tokens with errors of many types
-        except Exception:
-            return {}
-        found[number] = timing[""].median
-    return found
-
-
-def _readable(model: nn.Module, length: int) -> int:
-    """`length`, or the most tokens that the model reads."""
-    most = positions_of(model) if hasattr(model, "get_input_embeddings") else None
-    return length if most is None else min(length, most)
-
-
-def _text(model: nn.Module, length: int) -> dict[str, Any]:
-    """Inputs of one made-up text, on the model's device."""
-    device = next(model.parameters()).device
-    inputs = example_inputs(model, 1, _readable(model, length))
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else tuple(part.to(device) for part in value)
-        for name, value in inputs.items()
-    }
-
-
 @dataclass
 class SavedModel(Source):
     """A model that `rankwise.load` gave; `rankwise.load` opens the folder that is written."""
 
-    name: str
     model: nn.Module | None
     """The model, the first time that it is loaded."""
     vocabulary: Any
@@ -467,6 +334,7 @@ class SavedModel(Source):
     beside: Mapping[str, Mapping[str, Any]]
     """JSON files that are written along with the model, by name."""
     load_again: Callable[[], nn.Module]
+    name: str = ""
 
     def load(self) -> nn.Module:
         model, self.model = self.model, None

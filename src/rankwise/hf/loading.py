@@ -21,7 +21,8 @@ from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.deploy.architectures import building_at_most
-from rankwise.deploy.compress import Compressed, Data, Source
+from rankwise.deploy.compress import Data, Source
+from rankwise.deploy.compressed import Compressed
 from rankwise.deploy.inputs import (
     Calibration,
     encoder,

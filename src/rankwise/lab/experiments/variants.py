@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rankwise.core.budget import Budget, SizeReport, count
-from rankwise.deploy.compress import kept_by_shape
+from rankwise.deploy.compressed import kept_by_shape
 from rankwise.lab.experiments.run_folder import (
     BASE,
     CHECKPOINTS,

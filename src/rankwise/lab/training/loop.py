@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from rankwise.core.budget import count
-from rankwise.errors import RankwiseError
-from rankwise.lab.training.config import LoopConfig
+from rankwise.errors import RankwiseError, first_line
+from rankwise.lab.training.config import LoopConfig, TrainingConfig
 from rankwise.lab.training.objective import Progress, Trainable
 from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, SKIPPED, write_file
 from rankwise.lab.training.run import Best, MakePruner, Run
@@ -192,7 +192,7 @@ def _take_steps(
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RankwiseError) or not _is_out_of_memory(error):
             raise
-        raise run.out_of_memory(error) from error
+        raise _out_of_memory(run, error) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -260,3 +260,17 @@ def _finish(run: Run) -> Outcome:
     if before is None:
         write_file(run.folder.record, record)
     return Outcome(run.model, run.pruner, run.best, before or record, run.folder.path)
+
+
+def _out_of_memory(run: Run, error: BaseException) -> RankwiseError:
+    """The error for a step that does not fit into memory, with what to try."""
+    config, device = run.config, run.device
+    # other tasks read whole examples, which the settings of a phase do not cut
+    parts = isinstance(config, TrainingConfig)
+    less = f"raise `accumulate` ({config.accumulate}; the same gradient in less memory), " if parts else ""
+    bf16 = ", set `precision` to bf16" if config.precision == "no" and device.type != "cpu" else ""
+    return RankwiseError(
+        f"A step must fit into the memory of {device}, but step {run.step + 1} does not: {first_line(error)} "
+        f"To go on, {less}lower `batch_size` ({config.batch_size}){bf16}; the checkpoints in "
+        f"{run.checkpoints.folder} are from before. A run with other settings needs another folder."
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.optim import linear
-from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
+from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.lab.training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -24,7 +24,7 @@ from rankwise.lab.training.checkpoint import (
     optimizer_tensors,
     random_tensors,
 )  # fmt: skip
-from rankwise.lab.training.config import LoopConfig, TrainingConfig, autocast, binding, device_of
+from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
 from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
@@ -244,19 +244,6 @@ class Run:
             f"and then, set `nonfinite` to skip; the checkpoints in {self.checkpoints.folder} are from before."
         )
 
-    def out_of_memory(self, error: BaseException) -> RankwiseError:
-        """The error for a step that does not fit into memory, with what to try."""
-        config = self.config
-        # other tasks read whole examples, which the settings of a phase do not cut
-        parts = isinstance(config, TrainingConfig)
-        less = f"raise `accumulate` ({config.accumulate}; the same gradient in less memory), " if parts else ""
-        bf16 = ", set `precision` to bf16" if config.precision == "no" and self.device.type != "cpu" else ""
-        return RankwiseError(
-            f"A step must fit into the memory of {self.device}, but step {self.step + 1} does not: {first_line(error)} "
-            f"To go on, {less}lower `batch_size` ({config.batch_size}){bf16}; the checkpoints in "
-            f"{self.checkpoints.folder} are from before. A run with other settings needs another folder."
-        )
-
     def evaluate(self, check: Callable[[], None]) -> float:
         """The loss on the validation data, of what would be exported now."""
         with autocast(self.config.precision, self.device):
@@ -266,10 +253,8 @@ class Run:
 
     def is_new_best(self, loss: float) -> bool:
         """Take note of an evaluation; it counts only once the target has reached the budget."""
-        if self.pruner is None:
-            at_size = self.make_pruner is None
-        else:
-            at_size = self.pruner.controller.target_size() <= self.pruner.limit
+        made = self.pruner
+        at_size = self.make_pruner is None if made is None else made.controller.target_size() <= made.limit
         if not at_size or not (self.best is None or loss < self.best.loss):
             return False
         self.best = Best(self.step, loss)

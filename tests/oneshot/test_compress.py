@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise import oneshot
 from rankwise.adapters.plans import find_plan
 from rankwise.core import factorize
 from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
+from rankwise.oneshot import data as calibration
+from rankwise.oneshot import default_plan, sampled_loss
 from tests.models import Spec, batch, specs
 
 
@@ -145,7 +146,7 @@ def test_weights_of_a_tied_table_are_the_cost_of_an_error_at_both_ends() -> None
 def test_drawn_answers_weigh_every_word_by_its_probability() -> None:
     """The mean over all answers of the squared gradient of the cross entropy, p (1 - p), from one answer each."""
     model, x = nn.Sequential(nn.Linear(4, 6)), torch.randn(5, 4)
-    loss = oneshot.sampled_loss(num_words=6)
+    loss = sampled_loss(num_words=6)
     found = output_fisher(model, find_plan(model), [x], loss, drawn=True)["0"]
     p = model(x).softmax(-1)
     torch.testing.assert_close(found.rows_O, (p * (1 - p)).sum(0).detach(), rtol=1e-4, atol=1e-5)
@@ -402,10 +403,10 @@ def chosen(expert: int, seed: int = 0) -> Tensor:
 def test_every_matrix_is_measured_on_every_batch_that_reaches_it(
     make: type[nn.Module], order: tuple[int, ...], least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oneshot, "SHARE", 0.0)
-    monkeypatch.setattr(oneshot, "LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(calibration, "SHARE", 0.0)
+    monkeypatch.setattr(calibration, "LEAST_BYTES", least_bytes)
     model, batches = make(), [chosen(expert, seed) for seed, expert in enumerate(order)]
-    data = oneshot._Data(model, find_plan(model), batches, None)
+    data = calibration.CalibrationData(model, find_plan(model), batches, None)
     found = {site.name: moments.inputs_II for site, moments in data.moments() if moments is not None}
     want = second_moments(model, find_plan(model), batches, dtype=torch.float32)
     assert found.keys() == want.keys()
@@ -414,7 +415,7 @@ def test_every_matrix_is_measured_on_every_batch_that_reaches_it(
 
 
 def test_the_order_of_batches_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "LEAST_BYTES", 0)
     model, batches = Experts(3), [chosen(expert) for expert in range(3)]
     for order in permutations(batches):
         small = rw.compress(model, rw.Budget(removed=0.4), order)
@@ -442,18 +443,18 @@ def test_what_no_batch_of_the_loss_reaches_is_named() -> None:
 
 def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a group per matrix, each is whitened by data that went through the compressed model before it."""
-    monkeypatch.setattr(oneshot, "SHARE", 0.0)
-    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "SHARE", 0.0)
+    monkeypatch.setattr(calibration, "LEAST_BYTES", 0)
     model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
     x = torch.randn(100, 12)
     seen: list[dict[str, Any]] = []
-    real = oneshot.second_moments
+    real = calibration.second_moments
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         seen.append(real(*args, **kwargs))
         return dict(seen[-1])
 
-    monkeypatch.setattr(oneshot, "second_moments", watch)
+    monkeypatch.setattr(calibration, "second_moments", watch)
     small = rw.compress(model, rw.Budget(removed=0.5), [x])
     assert [list(found) for found in seen] == [["0"], ["2"], ["0"], ["2"]]
     with torch.no_grad():
@@ -463,8 +464,8 @@ def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.Monk
 
 def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted while data run through: the model, and no more moments than a share of it."""
-    monkeypatch.setattr(oneshot, "LEAST_BYTES", 0)
-    monkeypatch.setattr(oneshot, "FISHER_BYTES", 0)
+    monkeypatch.setattr(calibration, "LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "FISHER_BYTES", 0)
     # what other tests have left behind need not be looked at again and again
     gc.collect()
     gc.freeze()
@@ -546,7 +547,7 @@ class Text(nn.Module):
 def test_embeddings_are_compressed_where_they_are_large_or_tied_or_asked_for(
     num_words: int, tied: bool, embeddings: bool | None, compressed: bool
 ) -> None:
-    plan = oneshot.default_plan(Text(num_words, tied=tied), embeddings=embeddings)
+    plan = default_plan(Text(num_words, tied=tied), embeddings=embeddings)
     assert any(use.name == "words" for site in plan.sites for use in site.uses) == compressed
     assert any(item.name == "words" for item in plan.left_out) != compressed
 

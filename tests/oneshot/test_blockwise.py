@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.plans import find_plan
-from rankwise.blockwise import Blocks, Refinement, refine
 from rankwise.core.blocks import Call, find_blocks, output_gradients, record_calls
 from rankwise.core.factorize import Moments, anchored, svd
+from rankwise.oneshot.blockwise import Blocks, Refinement, refine
 
 
 class Block(nn.Module):

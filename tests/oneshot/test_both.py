@@ -12,9 +12,9 @@ import torch
 import transformers as hf
 
 import rankwise as rw
-from rankwise.both import KEPT_BACK, SHARES, divergence
 from rankwise.cli.app import run
 from rankwise.modules import LowRankLinear
+from rankwise.oneshot.both import KEPT_BACK, SHARES, divergence
 from tests.hf.test_widths import build, tokens
 
 # models this small lose layers as a whole

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +14,19 @@ from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.eliminate import replaced
 from rankwise.core.factorize import Moments
 from rankwise.core.host_memory import release_freed_memory
-from rankwise.core.plan import Plan, Site, bias_of, get_module, source
+from rankwise.core.plan import bias_of, get_module, source
 from rankwise.core.widths import WidthSite, features, narrowed
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
 from rankwise.modules import linear
+from rankwise.oneshot.data import CalibrationData
 from rankwise.swap import become
-
-
-class CalibrationData(Protocol):
-    """A model, its plan, and what calibration data say of it."""
-
-    model: nn.Module
-    plan: Plan
-    weights: dict[str, Moments]
-    """What the loss depends on; empty without a loss."""
-    progress: Callable[[str, int, int], None]
-
-    def moments(self) -> Iterable[tuple[Site, Moments | None]]:
-        """Every site once, with its moments in the model as it is by then; None without calibration data."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WidthSvd(Svd):
-    """Fewer neurons and heads, then low rank (`rankwise.both`): sizes are counted as for low rank."""
+    """Fewer neurons and heads, then low rank (`rankwise.oneshot.both`): sizes are counted as for low rank."""
 
     name = "width+svd"
 

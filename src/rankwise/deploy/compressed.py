@@ -1,0 +1,138 @@
+"""What a compressed model came to: its size, quality and speed, what it kept of each matrix, and blocks on the way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rankwise.core.budget import SizeReport
+from rankwise.core.plan import Site, get_module
+from rankwise.deploy.inputs import Quality, example_inputs, positions_of
+from rankwise.deploy.structure import layer_of
+from rankwise.files import read_json, write_json, write_tensors
+from rankwise.measure import evaluating, slower_than_dense, time_together
+
+REPEATS = 5
+DOUBTFUL = 1.1
+"""Up to this multiple of the dense one's time, the small model may only seem slower: the two did not take turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(SizeReport):
+    """Size, quality and speed of a compressed model."""
+
+    ranks: str = "global"
+    """How ranks were shared out, as in `rankwise.compress`."""
+    refined: int = 0
+    """Steps by which each block was refined."""
+    quality: Quality | None = None
+    """None without calibration."""
+    speed: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Milliseconds of a call, dense and small, by its number of tokens."""
+    device: str = "cpu"
+
+    def is_better(self, other: Compressed) -> bool:
+        """Whether less is lost than in another model of the same size."""
+        return self.quality is not None and other.quality is not None and self.quality.small < other.quality.small
+
+    def remarks(self) -> list[str]:
+        """A line for every number of tokens with which the small model is slower than the dense one."""
+        lines = []
+        for where, (dense, small) in self.named_speed().items():
+            reason = "" if small > DOUBTFUL * dense else "or the machine was busy: the two did not take turns"
+            lines.append(slower_than_dense("The small model", small, dense, where=where, reason=reason))
+        return [line for line in lines if line is not None]
+
+    def named_speed(self) -> dict[str, tuple[float, float]]:
+        """`speed` by words for what was timed, and where."""
+        return {f"{number} token{'s'[: number - 1]} on {self.device}": pair for number, pair in self.speed.items()}
+
+
+def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
+    """What a compact model kept of each matrix, read from its layers; biases are not counted.
+
+    `matrices` are parameters before and after. `ranks` are outputs, inputs, components kept and components in all: of
+    rank, or the neurons of a layer that was made narrower.
+    """
+    matrices: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
+    for site in sites:
+        module = get_module(small, site.uses[0])
+        matrices[site.name] = [site.params, sum(p.numel() for p in module.parameters() if p.dim() > 1)]
+        layer, full = layer_of(module), site.pair_rank or min(site.shape)
+        kept = getattr(layer, "rank", getattr(layer, "kept", full))
+        now = getattr(layer, "outputs", site.shape[0]), getattr(layer, "inputs", site.shape[1])
+        narrowed = [pair for pair in zip(now, site.shape, strict=True) if pair[0] != pair[1]]
+        ranks[site.name] = [*site.shape, *(narrowed[0] if narrowed else (min(kept, full), full))]
+    return {"matrices": matrices, "ranks": ranks}
+
+
+class RefinedFolder:
+    """Keeps refined blocks beside the folder to be, until it is there."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        self.place = folder.with_name(f".{folder.name}.refining")
+        self.settings = dict(settings)
+
+    def load(self, number: int) -> Mapping[str, Tensor] | None:
+        try:
+            if read_json(self.place / "settings.json") != self.settings:
+                return None
+            return load_file(self._file(number))
+        except (OSError, ValueError, SafetensorError):
+            return None
+
+    def save(self, number: int, state: Mapping[str, Tensor]) -> None:
+        if number == 0:
+            self.remove()
+            self.place.mkdir(parents=True)
+            write_json(self.place / "settings.json", self.settings)
+        unfinished = self._file(number).with_suffix(".part")
+        write_tensors(unfinished, {name: tensor.contiguous().cpu() for name, tensor in state.items()})
+        unfinished.replace(self._file(number))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.place / f"block-{number:04}.safetensors"
+
+
+def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
+    """The median time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
+    device = next(model.parameters()).device
+    found: dict[int, float] = {}
+    for number in sorted({_readable(model, length), 1}, reverse=True):
+        try:
+            inputs = example_text(model, number)
+            with torch.inference_mode(), evaluating(model):
+                timing = time_together({"": lambda given=inputs: model(**given)}, repeats=REPEATS, device=device)  # type: ignore[misc]
+        # models that read other things than text refuse tokens with errors of many types
+        except Exception:
+            return {}
+        found[number] = timing[""].median
+    return found
+
+
+def _readable(model: nn.Module, length: int) -> int:
+    """`length`, or the most tokens that the model reads."""
+    most = positions_of(model) if hasattr(model, "get_input_embeddings") else None
+    return length if most is None else min(length, most)
+
+
+def example_text(model: nn.Module, length: int) -> dict[str, Any]:
+    """Inputs of one made-up text, on the model's device."""
+    device = next(model.parameters()).device
+    inputs = example_inputs(model, 1, _readable(model, length))
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else tuple(part.to(device) for part in value)
+        for name, value in inputs.items()
+    }

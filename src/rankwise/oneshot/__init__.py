@@ -1,0 +1,178 @@
+"""Compression without training: SVD, whitened where there is calibration data.
+
+Matrix by matrix and in place, so that a model that just fits in memory can be compressed: calibration data run through
+the model once for every few matrices, whose moments are all that is held beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from rankwise.adapters import families
+from rankwise.adapters.plans import find_plan
+from rankwise.core.budget import Budget, count
+from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights
+from rankwise.core.targets import Target, find_target
+from rankwise.core.verify import Batch, verify_layers
+from rankwise.errors import InvalidValueError, RankwiseError
+from rankwise.latency import size_for
+from rankwise.methods.svd import Svd
+from rankwise.methods.width import Width
+from rankwise.oneshot.blockwise import RefinedBlocks, Refinement
+from rankwise.oneshot.both import NeuronsThenRanks, check_share
+from rankwise.oneshot.data import CalibrationData, Progress
+from rankwise.oneshot.loss import loss_of_choices, sampled_loss
+from rankwise.oneshot.narrow import WidthSvd, narrow_all, oneshot_method
+from rankwise.oneshot.ranks import RANKS, Ranks, Shrink
+from rankwise.sizes import check_arguments, plan_for_method, size_account
+from rankwise.split import split
+from rankwise.swap import copied
+
+__all__ = [
+    "RANKS",
+    "Ranks",
+    "RefinedBlocks",
+    "Refinement",
+    "compress",
+    "default_plan",
+    "loss_of_choices",
+    "oneshot_method",
+    "sampled_loss",
+]
+
+LARGE = 0.1
+"""An embedding is compressed by default if it is at least this share of the model, or tied to an output layer."""
+EMBEDDING = "an embedding, which embeddings=True (--embeddings yes) compresses"
+"""Why `default_plan` leaves out a site."""
+NO_BLOCKS = (
+    "`refinement` needs calibration data and a model of blocks, layers in an `nn.ModuleList` of which each is called "
+    "once with the output of the one before, but there are none here. Leave it out."
+)
+
+
+def compress(
+    model: nn.Module,
+    budget: Budget,
+    calibration: Iterable[Any] | None = None,
+    *,
+    method: Literal["svd", "width", "width+svd"] = "svd",
+    width_share: float | None = None,
+    loss: Callable[[Any], Tensor] | Literal["sampled"] | None = "sampled",
+    loss_batches: Iterable[Any] | None = None,
+    plan: Plan | None = None,
+    embeddings: bool | None = None,
+    layout: Literal["pair", "pivot"] | None = None,
+    rank_multiple: int | None = None,
+    target: str | Target | None = None,
+    example: Any = None,
+    in_place: bool = False,
+    ranks: Ranks = "global",
+    anchor: bool = False,
+    refinement: Refinement | None = None,
+    refined: RefinedBlocks | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """A model of the size asked for, without training; the defaults are those of `rankwise compress`.
+
+    Args:
+        calibration: batches of input for `model`, on which outputs are measured; without it the SVD of the weights.
+        method: "svd", low rank; "width", fewer neurons and heads of a decoder, which stock tools load; or "width+svd",
+            the one and then the other in one budget.
+        width_share: with "width+svd", the share of the removed parameters that goes with neurons and heads. Default:
+            several are tried on batches of `calibration` that are kept back, in the memory of a second model.
+        loss: with `calibration`, of what the model returns for a batch: errors of all matrices are weighed by what they
+            cost it. "sampled" needs no labels (`sampled_loss`). None: each matrix by its own output alone.
+        loss_batches: batches for `loss`, by default those of `calibration`. Short ones take less memory.
+        plan: which matrices are compressed; by default every linear layer, and embeddings by `embeddings`.
+        embeddings: whether embeddings are compressed; by default those that are tied to an output layer, or large.
+        layout: "pair", fast everywhere, or "pivot", smaller; by default that of `target`.
+        rank_multiple: keep ranks at multiples of this number; by default those that `target` wants.
+        target: where the model will run, as for `Pruner`; by default the device that it is on.
+        example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
+        in_place: change `model` itself, in little more memory than it takes already; else a copy.
+        ranks: "global": the best components of the whole model; "even": the same share of every matrix's rank; or
+            "blend": between the two.
+        anchor: with `calibration` and in a model of blocks, fit matrices to the outputs of the dense model, whose
+            inputs differ from those that they read once layers before them are compressed. Better on the text of
+            the calibration where very much is removed, worse on others (docs/log/one-shot.md).
+        refinement: with `calibration`, train every block for some steps towards the outputs of the dense block; this
+            takes a batch a step, and as much text as there is.
+        refined: keeps blocks that were refined, so that a call that was stopped can go on.
+        progress: called with what is being done, how many batches or matrices are done, and of how many.
+    """
+    batches = None if calibration is None else list(calibration)
+    _check(model, budget, batches, rank_multiple, loss, ranks)
+    example = batches[0] if example is None and batches else example
+    where = find_target(target, model)
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or bool(embeddings))
+    if isinstance(how, Svd):
+        plan = plan or default_plan(model, embeddings=embeddings)
+        budget, plan = size_for(model, budget, plan, example, rank_multiple)
+    # before the copy, which loses what `from_pretrained` notes of weights that it loaded
+    plan = plan_for_method(model, plan, how)
+    check_weights(model, plan)
+    account = size_account(model, plan, how, where, rank_multiple, trained=True)
+    limit = budget.resolve(account)
+    check_share(width_share, both=isinstance(how, WidthSvd))
+    if isinstance(how, WidthSvd):
+        plan_for_method(model, plan, Width())
+        shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
+        low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
+        both = NeuronsThenRanks(compress, plan, limit, shared, low_rank)
+        given = list(loss_batches or batches or ())
+        share = both.best_share(model, batches, given) if width_share is None else width_share
+        model = both(model if in_place else copied(model), share, calibration=batches, loss_batches=given)
+        return model if budget.dtype is None else model.to(budget.dtype)
+    model = model if in_place else copied(model)
+    split(model, [use.name for site in plan.sites for use in site.uses])
+    refinement = refinement or Refinement(steps=0)
+    data = CalibrationData(model, plan, batches, progress, in_blocks=isinstance(how, Svd), refined=refinement.steps > 0)
+    if refinement.steps and not data.blocks:
+        raise RankwiseError(NO_BLOCKS)
+    if loss is not None and batches:
+        data.weigh(loss, list(loss_batches or batches))
+    if not isinstance(how, Svd):
+        narrow_all(data, account, limit, even=ranks == "even")
+    else:
+        shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
+        shrink.all(anchor=anchor, refinement=refinement, refined=refined)
+    families.changed(model)
+    verify_layers(model, Batch(example))
+    return model if budget.dtype is None else model.to(budget.dtype)
+
+
+def _check(
+    model: nn.Module, budget: Budget, batches: Sequence[Any] | None, rank_multiple: int | None, loss: object, ranks: str
+) -> None:
+    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
+    if ranks not in RANKS:
+        raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
+    if not callable(loss) and loss not in ("sampled", None):
+        raise InvalidValueError(f'`loss` must be a function, "sampled" or None, but is {loss!r} instead.')
+    if callable(loss) and batches is None:
+        raise RankwiseError(
+            "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
+        )
+
+
+def default_plan(model: nn.Module, *, embeddings: bool | None = None, exclude: Sequence[str] = ()) -> Plan:
+    """Every linear layer, and embeddings, but those whose names are in `exclude`.
+
+    With `embeddings` None, an embedding that is tied to an output layer, or a large one; otherwise all or none.
+    """
+    plan = find_plan(model, exclude=list(exclude))
+    if embeddings is not True:
+        most = LARGE * count(model)
+        out = [
+            site
+            for site in plan.sites
+            if site.has_embedding
+            and (embeddings is False or (site.params < most and all(use.is_embedding for use in site.uses)))
+        ]
+        left_out = [LeftOut(site.name, site.params, EMBEDDING) for site in out]
+        plan = plan.only([site for site in plan.sites if site not in out], left_out)
+    check_not_empty(plan)
+    return plan

@@ -1,0 +1,148 @@
+"""Calibration data of a model's matrices: their inputs, and how much the loss depends on their outputs.
+
+A few matrices at a time: data run through the model once for each group, whose moments are all that is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.core.blocks import find_blocks, output_gradients
+from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
+from rankwise.core.factorize import Moments
+from rankwise.core.host_memory import release_freed_memory
+from rankwise.core.plan import Plan, Site
+from rankwise.oneshot.loss import sampled_loss
+
+Progress = Callable[[str, int, int], None]
+SHARE = 0.08
+"""Moments may take this share of the model's memory at a time."""
+LEAST_BYTES = 2**24
+"""Moments may always take this much memory."""
+FISHER_BYTES = 2**32
+"""How errors in two outputs of a layer add up is measured for models for which that takes no more memory."""
+
+
+class CalibrationData:
+    """Calibration data of each site, a few sites at a time and in the order in which a batch reaches them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        batches: Sequence[Any] | None,
+        progress: Progress | None,
+        *,
+        in_blocks: bool = False,
+        refined: bool = False,
+    ) -> None:
+        self.model, self.plan, self.batches, self.refined = model, plan, batches, refined
+        self.progress: Progress = progress or (lambda what, done, total: None)
+        self.weights: dict[str, Moments] = {}
+        """What the loss depends on (`output_fisher`), for the sites that it depends on; empty without a loss."""
+        self.unreached: set[str] = set()
+        self.calls = [count_calls(model, plan, batch) for batch in (batches or [])[:1]]
+        """Calls of the first batch, and of the others where they are needed."""
+        self.blocks = self._find_blocks() if in_blocks and batches else []
+        """Names of blocks that are compressed one after the other; empty if the model has none."""
+        self.block_weights: dict[str, Tensor] = {}
+        """How much the loss depends on the outputs of each block."""
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.room = max(int(SHARE * size), LEAST_BYTES)
+
+    def weigh(self, loss: Callable[[Any], Tensor] | Literal["sampled"], batches: Sequence[Any]) -> None:
+        """Weigh the outputs of every site by how much `loss` depends on them."""
+        drawn = loss == "sampled"
+        if loss == "sampled":
+            loss = sampled_loss(num_words=getattr(getattr(self.model, "config", None), "num_words", None))
+
+        def counted() -> Iterator[Any]:
+            for done, batch in enumerate(batches):
+                self.progress("gradients", done, len(batches))
+                yield batch
+            self.progress("gradients", len(batches), len(batches))
+
+        squares = sum(site.shape[0] ** 2 for site in self.plan.sites if not site.has_embedding)
+        whole = 4 * squares <= FISHER_BYTES
+        with output_gradients(self.model, self.blocks if self.refined else []) as self.block_weights:
+            weights = output_fisher(self.model, self.plan, counted(), loss, whole=whole, drawn=drawn)
+        self.weights = {name: found for name, found in weights.items() if found.rows_O is not None}
+        self.unreached = {site.name for site in self.plan.sites if site.name not in weights}
+        release_freed_memory()
+
+    def _find_blocks(self) -> list[str]:
+        """The blocks of the model, if every site in them is called once for each batch."""
+        assert self.batches
+        names = find_blocks(self.model, self.batches[0])
+        for site in self.plan.sites:
+            inside = [use for use in site.uses if use.name.startswith(tuple(f"{name}." for name in names))]
+            if inside and (len(site.uses) > 1 or self.calls[0].get(site.name, 1) > 1):
+                return []
+        return names
+
+    def around_blocks(self) -> tuple[list[Site], list[Site]]:
+        """Sites that are called before the first block, and those after the last one."""
+        inside = tuple(f"{name}." for name in self.blocks)
+        order = list(self.calls[0])
+        first = next((i for i, name in enumerate(order) if name.startswith(inside)), len(order))
+        early = set(order[:first])
+        outside = [site for site in self.plan.sites if site.has_embedding or not site.name.startswith(inside)]
+        before = [site for site in outside if any(use.name in early or use.is_embedding for use in site.uses)]
+        return before, [site for site in outside if site not in before]
+
+    def moments(self, sites: Sequence[Site] | None = None) -> Iterator[tuple[Site, Moments | None]]:
+        """Every site once. The moments of later groups are of the model as the caller has changed it by then."""
+        sites = self.plan.sites if sites is None else sites
+        if self.batches is None:
+            yield from ((site, None) for site in sites)
+            return
+        groups = list(self._groups(sites))
+        if len(groups) > 1:
+            self.calls += [count_calls(self.model, self.plan, batch) for batch in self.batches[len(self.calls) :]]
+        for group in groups:
+            stops = self._stops(group) if len(groups) > 1 else None
+            found = second_moments(self.model, Plan(tuple(group)), self.batches, last_calls=stops, dtype=torch.float32)
+            for site in group:
+                moments = found.pop(site.name)
+                if moments.inputs_II is None and moments.rows_O is None:
+                    self.unreached.add(site.name)
+                yield site, self.weighed(site, moments)
+            release_freed_memory()
+
+    def weighed(self, site: Site, moments: Moments) -> Moments:
+        """The moments of a site with the weights of its outputs."""
+        if (weights := self.weights.get(site.name)) is None:
+            return moments
+        inputs_II = moments.inputs_II
+        if weights.inputs_II is not None:
+            inputs_II = weights.inputs_II if inputs_II is None else inputs_II + weights.inputs_II
+        return replace(moments, inputs_II=inputs_II, rows_O=weights.rows_O, outputs_OO=weights.outputs_OO)
+
+    def _stops(self, group: Sequence[Site]) -> list[tuple[str, int] | None]:
+        """For each batch the call behind which it may stop; None if it does not call all uses, and may yet."""
+        uses = {use.name for site in group for use in site.uses}
+        return [
+            next(call for call in reversed(seen.items()) if call[0] in uses) if uses <= seen.keys() else None
+            for seen in self.calls
+        ]
+
+    def _groups(self, sites: Sequence[Site]) -> Iterator[list[Site]]:
+        place = {name: i for i, name in enumerate(self.calls[0] if self.calls else ())}
+
+        def last_place(site: Site) -> int:
+            return max((place[use.name] for use in site.uses if use.name in place), default=len(place))
+
+        order = sorted(sites, key=last_place)
+        group: list[Site] = []
+        for site in order:
+            if group and moment_bytes([*group, site], torch.float32) > self.room:
+                yield group
+                group = []
+            group.append(site)
+        if group:
+            yield group
