@@ -43,7 +43,7 @@ import rankwise as rw
 from rankwise.deploy import save as saving
 from rankwise.errors import RankwiseError
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
-from rankwise.lab.training.records import surroundings
+from rankwise.surroundings import surroundings
 
 RECORD = ROOT / "results" / "torture.json"
 

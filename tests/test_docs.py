@@ -154,16 +154,20 @@ SHORTER = {
     "--both.window 32": "--both.window 8",
     "--removed 0.7,0.8,0.9 --seeds 0,1,2": "--removed 0.7 --seeds 0,1",
     "--seeds 0,1\n": "--seeds 0\n",
+    "wiki.txt --window 1024": "text.txt --window 16",
+    "steps=300)": "steps=4)",
 }
 """What the pages show, and what the tests run in its place to be quick."""
-TOO_SLOW = ("compile", "cuda", "openvino", "glue", "run sentences", "run causal")
-"""Commands with these words are parsed and not run: they need a GPU, a download or a compiler."""
+TOO_SLOW = ("compile", "cuda", "openvino", "glue", "run sentences", "run causal", "--tasks", "wandb")
+"""Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package."""
+ELSEWHERE = ("huggingface.md", "scaling.md")
+"""Pages that tests/hf and tests/test_many_gpus.py go through."""
 FOLLOWED = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src").rglob("*.md"))]
-    if re.search(r"```python|^rankwise ", page.read_text(), re.MULTILINE) and page.name != "huggingface.md"
+    if re.search(r"```python|^rankwise ", page.read_text(), re.MULTILINE) and page.name not in ELSEWHERE
 ]
-"""Pages that are gone through as a reader would; tests/hf goes through huggingface.md."""
+"""Pages that are gone through as a reader would."""
 
 
 class Net(nn.Module):
@@ -220,6 +224,10 @@ def names_for(page: Path) -> dict[str, Any]:
     if page.name == "compress.md":
         model = build("llama")
         names |= {"model": model, "tokenizer": tokenizer(), "batches": [batch(model, seed=i) for i in range(4)]}
+    if page.name == "heal.md":
+        dense = build("llama")
+        small = rw.compress(dense, rw.Budget(removed=0.4))
+        names |= {"dense": dense, "small": small, "batches": [batch(dense, seed=i) for i in range(4)]}
     if page.name == "export.md":
         bert = build("bert").eval()
         inputs = batch(bert)
@@ -238,10 +246,12 @@ def toy_words(name: str, words: list[str], folder: Path) -> list[str]:
     if name in ("run", "train", "sweep") and "--config" not in words and "--dry-run" not in words:
         place = 1 if words and not words[0].startswith("-") else 0
         return [*words[:place], *cli_toys.words(folder), *words[place:]]
-    if name in ("evaluate", "prune"):
+    if name == "prune" or (name == "evaluate" and not {"--text", "--tasks"} & set(words)):
         return [*words, *cli_toys.cache(folder)]
     if name == "compress":
         return [*words, "--windows", "8", "--window", "16"]
+    if name == "heal":
+        return [*words, "--steps", "4", "--window", "16", "--batch-size", "2"]
     if name == "bench":
         return [*words, "--repeats", "2", "--length", "5"]
     return [*words, "--length", "5"] if name == "export" else words

@@ -6,6 +6,7 @@ EXTRAS = {
     "train": ("filelock", "pooch", "tensorboard"),
     "hf": ("transformers>=5.17", "accelerate"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"),
+    "docs": ("mkdocs-material", "mkdocstrings[python]"),
     "eval": ("lm_eval>=0.4.13",),
     "report": ("altair>=5.5", "vl-convert-python>=1.7", "jinja2"),
 }

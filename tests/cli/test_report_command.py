@@ -40,7 +40,8 @@ def test_a_page_that_is_there_is_not_made_again(
 ) -> None:
     monkeypatch.setattr(pages, "make_page", None)
     assert run(["run", "demo", *words(place), "--out", str(finished)]) == 0
-    assert f"All of it is in {finished}: report.html, record.json" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"All of it is in {finished}: report.html, record.json" in said
 
 
 def test_without_its_packages_a_run_still_ends_well(
@@ -50,7 +51,8 @@ def test_without_its_packages_a_run_still_ends_well(
     (copy / "report.html").unlink()
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     assert run(["run", "demo", *words(place), "--out", str(copy)]) == 0
-    assert "No report.html: A page needs altair and jinja2 and vl_convert" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No report.html: A page needs altair and jinja2 and vl_convert" in said
     assert not (copy / "report.html").exists()
     line = refusal(capsys, "report", copy, "-o", tmp_path / "page.html")
     assert "A page needs altair" in line and "pip install" in line

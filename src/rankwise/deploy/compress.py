@@ -40,6 +40,8 @@ ROOM = 2
 """A model is compressed on a GPU by default if that has this many times its size free."""
 MOST_TOKENS = {"cuda": 4096, "cpu": 1024}
 """Tokens of a batch, by device."""
+LEAST_BATCHES = 8
+"""Batches that windows are divided into, at least, if there are as many windows."""
 MOST_LOGITS = {"cuda": 2**27, "cpu": 2**26}
 """Logits of a batch with gradients, by device; a batch without them may have four times as many."""
 REFINED_STEPS = 250
@@ -78,8 +80,9 @@ class Data:
         words = getattr(config, "num_words", None) or getattr(config, "vocab_size", None) or 1
 
         def batches(part: Sequence[Tensor], most_logits: int) -> list[Any]:
-            # in one call the GPU is kept busy
-            number = max(1, min(MOST_TOKENS[kind], most_logits // words) // max(len(part[0]), 1)) if part else 1
+            # several in one call keep a GPU busy; several batches allow some to be kept back
+            most = min(MOST_TOKENS[kind], most_logits // words) // max(len(part[0]), 1) if part else 1
+            number = max(1, min(most, len(part) // LEAST_BATCHES))
             return [batch(torch.stack(list(part[i : i + number]))) for i in range(0, len(part), number)]
 
         most = MOST_LOGITS[kind]
