@@ -148,6 +148,11 @@ def output_fisher(
         )
     weights = {name: seen.weights() for name, seen in outputs.items()}
     weights |= {name: seen.weights(weights.get(name, Moments()).rows_O) for name, seen in lookups.items()}
+    return _checked(weights)
+
+
+def _checked(weights: dict[str, Moments]) -> dict[str, Moments]:
+    """Refuse weights that are not finite or all zero; those of sites that the loss does not depend on are left out."""
     for name, seen in weights.items():
         if not all(torch.isfinite(t).all() for t in (seen.rows_O, seen.inputs_II) if t is not None):
             raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")

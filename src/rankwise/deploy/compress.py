@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,44 +173,62 @@ def compress_folder(
     refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
     settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
     settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
-    refined = RefinedFolder(folder, settings)
-
     names = list(RANKS) if ranks == "auto" else [ranks]
-    if method != "svd":
-        names = [name for name in names if name != "blend"]
-    best: Compressed | None = None
-    notes: list[str] = []
-    for name in names:
-        if best is not None:
-            if best.quality is None or not best.quality.is_bad:
-                break
-            # one model at a time is in memory
-            del model
-            model = load()
-        made = work.attempt(model, name)
-        if ranks == "auto" and made.quality is not None:
-            listener.say(f"{TITLES[name]}: {made.quality}.")
-        if best is None or made.is_better(best):
-            best = made
-            if not refinement.steps:
-                notes = source.save(model, made, folder, overwrite or name != names[0])
-    assert best is not None
+    attempts = _Attempts(work, source, [model], load, folder, overwrite)
+    del model
+    best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"], refinement)
     if refinement.steps:
-        del model
-        model = load()
-        made = work.attempt(model, best.ranks, refinement, refined)
-        if not made.is_better(best) and made.quality is not None:
-            listener.say(f"Refined: {made.quality}, which is no better, so the blocks stay as they were.")
-            del model
-            model = load()
-            made = work.attempt(model, best.ranks)
-        best, notes = made, source.save(model, made, folder, overwrite)
-        refined.remove()
-    work.finish(folder, source.name, best, notes)
+        best = attempts.refined(best, refinement, RefinedFolder(folder, settings))
+    work.finish(folder, source.name, best, attempts.notes)
     return best
 
 
 TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks between the two"}
+
+
+@dataclass
+class _Attempts:
+    """Attempts at a model, of which one at a time is in memory; the best is saved."""
+
+    work: _Work
+    source: Source
+    models: list[nn.Module]
+    """The dense model, until the first attempt."""
+    load: Callable[[], nn.Module]
+    folder: Path
+    overwrite: bool
+    notes: list[str] = field(default_factory=list)
+    """Lines about what was saved."""
+
+    def with_ranks(self, names: Sequence[str], refinement: Refinement) -> Compressed:
+        """The best of these ways to share out ranks; others than the first are tried where much is lost."""
+        best: Compressed | None = None
+        for name in names:
+            if best is not None and (best.quality is None or not best.quality.is_bad):
+                break
+            made = self._attempt(name, best, saved=not refinement.steps)
+            if len(names) > 1 and made.quality is not None:
+                self.work.listener.say(f"{TITLES[name]}: {made.quality}.")
+            best = made if best is None or made.is_better(best) else best
+        assert best is not None
+        return best
+
+    def refined(self, best: Compressed, refinement: Refinement, kept: RefinedFolder) -> Compressed:
+        """The same with refined blocks, unless that is no better on text kept back."""
+        made = self._attempt(best.ranks, best, refinement, kept)
+        if made.quality is not None and not made.is_better(best):
+            self.work.listener.say(f"Refined: {made.quality}, which is no better, so the blocks stay as they were.")
+            made = self._attempt(best.ranks, None)
+        kept.remove()
+        return made
+
+    def _attempt(self, ranks: str, best: Compressed | None, *refining: Any, saved: bool = True) -> Compressed:
+        """Compress the model once more; what is no better than `best` is not saved."""
+        model = self.models.pop() if self.models else self.load()
+        made = self.work.attempt(model, ranks, *refining)
+        if saved and (best is None or made.quality is None or made.is_better(best)):
+            self.notes, self.overwrite = self.source.save(model, made, self.folder, self.overwrite), True
+        return made
 
 
 class _Work:
@@ -257,12 +275,10 @@ class _Work:
 
     def default_steps(self, model: nn.Module) -> int:
         """Steps by which blocks are refined where that takes minutes."""
-        if not self.calibrated or self.settings["method"] != "svd" or not self.has_blocks(model):
+        takes_minutes = self.device.type == "cuda" or self.account.dense <= SMALL
+        if not takes_minutes or not self.calibrated or self.settings["method"] != "svd":
             return 0
-        return REFINED_STEPS if self.device.type == "cuda" or self.account.dense <= SMALL else 0
-
-    def has_blocks(self, model: nn.Module) -> bool:
-        return bool(find_blocks(model, self.settings["calibration"][0]))
+        return REFINED_STEPS if find_blocks(model, self.settings["calibration"][0]) else 0
 
     def attempt(
         self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: RefinedFolder | None = None

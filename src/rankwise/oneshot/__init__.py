@@ -117,30 +117,31 @@ def compress(
     account = size_account(model, plan, how, where, rank_multiple, trained=True)
     limit = budget.resolve(account)
     check_share(width_share, both=isinstance(how, WidthSvd))
+    refinement = refinement or Refinement(steps=0)
+    given = list(loss_batches or batches or ())
     if isinstance(how, WidthSvd):
         plan_for_method(model, plan, Width())
         shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
         low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
         both = NeuronsThenRanks(compress, plan, limit, shared, low_rank)
-        given = list(loss_batches or batches or ())
         share = both.best_share(model, batches, given) if width_share is None else width_share
         model = both(model if in_place else copied(model), share, calibration=batches, loss_batches=given)
-        return model if budget.dtype is None else model.to(budget.dtype)
-    model = model if in_place else copied(model)
-    split(model, [use.name for site in plan.sites for use in site.uses])
-    refinement = refinement or Refinement(steps=0)
-    data = CalibrationData(model, plan, batches, progress, in_blocks=isinstance(how, Svd), refined=refinement.steps > 0)
-    if refinement.steps and not data.blocks:
-        raise RankwiseError(NO_BLOCKS)
-    if loss is not None and batches:
-        data.weigh(loss, list(loss_batches or batches))
-    if not isinstance(how, Svd):
-        narrow_all(data, account, limit, even=ranks == "even")
     else:
-        shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
-        shrink.all(anchor=anchor, refinement=refinement, refined=refined)
-    families.changed(model)
-    verify_layers(model, Batch(example))
+        model = model if in_place else copied(model)
+        split(model, [use.name for site in plan.sites for use in site.uses])
+        blocks = {"in_blocks": isinstance(how, Svd), "refined": refinement.steps > 0}
+        data = CalibrationData(model, plan, batches, progress, **blocks)
+        if refinement.steps and not data.blocks:
+            raise RankwiseError(NO_BLOCKS)
+        if loss is not None and batches:
+            data.weigh(loss, given)
+        if isinstance(how, Svd):
+            shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
+            shrink.all(anchor=anchor, refinement=refinement, refined=refined)
+        else:
+            narrow_all(data, account, limit, even=ranks == "even")
+        families.changed(model)
+        verify_layers(model, Batch(example))
     return model if budget.dtype is None else model.to(budget.dtype)
 
 
