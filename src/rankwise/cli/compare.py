@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import unicodedata
 import webbrowser
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import Argument, Options, UsageError, command
 from rankwise.cli.compare_server import LONGEST_ANSWER, PageServer, check_request
-from rankwise.cli.tables import print_table, say
+from rankwise.cli.tables import columns, print_table, say
 
 if TYPE_CHECKING:
     from rankwise.lab.experiments.compare import Comparison
@@ -48,7 +49,8 @@ def compare(options: Options) -> None:
     Opens a page of this machine alone: it is served at 127.0.0.1, to whoever has its address, until Ctrl-C. Answers
     appear as they are written. Each is shaded by its loss under the other model: what the other one would hardly have
     written is dark. Losses are nats per token; for models of different vocabularies they are bits per byte, because
-    their tokens cannot be compared. The models answer one after the other; a careful timing is that of `rankwise bench`.
+    their tokens cannot be compared. The models answer one after the other; `rankwise bench` times with
+    more care.
 
     Of a run, its dense control, or else its base, is compared with the model of its own method.
 
@@ -121,7 +123,8 @@ def _answer_here(comparison: Comparison, options: Options) -> None:
         return
     for row in found:
         print(f"{row['name']}\n")
-        say(printable(options.prompt + row["answer"]["text"]))
+        for line in printable(options.prompt + row["answer"]["text"]).split("\n"):
+            print("\n".join(textwrap.wrap(line, columns(), break_on_hyphens=False)))
         print()
     cells = []
     for name, row in zip(NAMES, found, strict=True):

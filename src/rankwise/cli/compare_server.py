@@ -10,6 +10,7 @@ import errno
 import json
 import secrets
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -42,7 +43,7 @@ POLICY = (
 )
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A request that is not answered, and its HTTP status."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -86,7 +87,9 @@ class PageServer(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no error; an error of ours is told to the client."""
+        # a client that went away, or is silent, is no error of ours
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -109,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             address = urlsplit(self.path)
             self._check(address.path, "/", (parse_qs(address.query).get("key") or [""])[0])
-        except Refused as error:
+        except RefusedError as error:
             self._refuse(error)
             return
         nonce = secrets.token_urlsafe(16)
@@ -122,8 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._check(urlsplit(self.path).path, "/answer", self.headers.get(KEY, ""))
             prompt, settings = self._question()
             if not self.server.places.acquire(blocking=False):
-                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Too many questions at a time. Ask again in a moment.")
-        except Refused as error:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "Too many questions at a time. Ask again in a moment."
+                )
+        except RefusedError as error:
             self._refuse(error)
             return
         try:
@@ -134,23 +139,25 @@ class _Handler(BaseHTTPRequestHandler):
     def _check(self, path: str, expected: str, key: str) -> None:
         own = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         if self.headers.get("Host") not in own:
-            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"This server answers only as {own[0]}.")
+            raise RefusedError(HTTPStatus.MISDIRECTED_REQUEST, f"This server answers only as {own[0]}.")
         origin = self.headers.get("Origin")
         if origin is not None and origin not in [f"http://{name}" for name in own]:
-            raise Refused(HTTPStatus.FORBIDDEN, "This server answers only its own page.")
+            raise RefusedError(HTTPStatus.FORBIDDEN, "This server answers only its own page.")
         if path != expected:
-            raise Refused(HTTPStatus.NOT_FOUND, "There is nothing here.")
+            raise RefusedError(HTTPStatus.NOT_FOUND, "There is nothing here.")
         if not secrets.compare_digest(key.encode(errors="replace"), self.server.key.encode()):
-            raise Refused(HTTPStatus.FORBIDDEN, "The key is missing or wrong. Use the address that rankwise printed.")
+            raise RefusedError(
+                HTTPStatus.FORBIDDEN, "The key is missing or wrong. Use the address that rankwise printed."
+            )
 
     def _question(self) -> tuple[str, dict[str, Any]]:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "A question must say its length.")
+            raise RefusedError(HTTPStatus.LENGTH_REQUIRED, "A question must say its length.")
         # int() of very many digits is refused by Python
         if len(length) > len(str(LARGEST_QUESTION)) or int(length) > LARGEST_QUESTION:
             limit = f"A question must have at most {LARGEST_QUESTION:,} bytes, but has {length[:20]}."
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, limit)
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, limit)
         try:
             asked = json.loads(self.rfile.read(int(length)))
             prompt, number, heat, seed = (asked[name] for name in ("prompt", "length", "temperature", "seed"))
@@ -161,11 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
             numeric = False
         if not numeric:
             why = "A question must be JSON: a text `prompt`, whole numbers `length` and `seed`, a number `temperature`."
-            raise Refused(HTTPStatus.BAD_REQUEST, why)
+            raise RefusedError(HTTPStatus.BAD_REQUEST, why)
         try:
             check_request(prompt, number)
         except RankwiseError as error:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
         return prompt, {"length": number, "temperature": heat, "seed": seed}
 
     def _answer(self, prompt: str, settings: dict[str, Any]) -> None:
@@ -195,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, event: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(event).encode() + b"\n")
 
-    def _refuse(self, error: Refused) -> None:
+    def _refuse(self, error: RefusedError) -> None:
         self._head(error.status, "text/plain")
         self.wfile.write(f"{error}\n".encode())
 

@@ -109,34 +109,44 @@ class Answering(ABC):
         for start in range(max(first, 1) - 1, len(numbers) - 1, ROWS):
             rows_TV = logits_TV[start : start + ROWS].float()
             found += F.cross_entropy(rows_TV, tokens_T[start + 1 : start + 1 + len(rows_TV)], reduction="none").tolist()
+        if bad := [loss for loss in found if loss is not None and not math.isfinite(loss)]:
+            dtype = next(self.model.parameters()).dtype
+            raise RankwiseError(
+                f"Losses must be finite, but {self.name} in {dtype} gives {bad[0]}. Choose another --dtype, or check "
+                "the weights."
+            )
         return found
 
     def score(self, numbers: Sequence[int], first: int, *, per_byte: bool) -> Score:
         """How unlikely the model finds the tokens from place `first` on, after those before them."""
-        losses, given = self.losses(numbers, first), numbers[:first]
-        texts = list(self.spell(given, numbers[first:]))
-        rest = "".join(texts[len(losses) :])
-        pieces, waiting = [], []
-        for place, (text, loss) in enumerate(zip(texts, losses, strict=False), 1):
+        losses = self.losses(numbers, first)
+        texts = list(self.spell(numbers[:first], numbers[first:]))
+        # what is left of a character at the end belongs to the last token
+        texts[len(losses) - 1 :] = ["".join(texts[len(losses) - 1 :])] if losses else []
+        pieces: list[Piece] = []
+        waiting: list[float | None] = []
+        for place, (text, loss) in enumerate(zip(texts, losses, strict=True), 1):
             waiting.append(loss)
-            text += rest if place == len(losses) else ""
             if text or place == len(losses):
                 pieces.append(_piece(text, waiting, per_byte))
                 waiting = []
-        predicted = [loss for loss in losses if loss is not None]
-        # what is not predicted has no bytes either
-        size = len("".join(piece.text for piece in pieces if piece.loss is not None).encode()) if per_byte else 0
-        total = sum(predicted) / math.log(2) if per_byte else sum(predicted)
-        number = size if per_byte else len(predicted)
+        predicted = [piece for piece in pieces if piece.loss is not None]
+        weights = [_size(piece.text) if per_byte else 1 for piece in predicted]
+        total = sum((piece.loss or 0) * weight for piece, weight in zip(predicted, weights, strict=True))
+        number = sum(weights) if per_byte else sum(piece.tokens for piece in predicted)
         return Score(total / number if number else None, tuple(pieces))
 
 
 def _piece(text: str, losses: Sequence[float | None], per_byte: bool) -> Piece:
-    if losses[0] is None:
+    nats = [loss for loss in losses if loss is not None]
+    if len(nats) < len(losses):
         return Piece(text, None, len(losses))
-    nats = sum(loss for loss in losses if loss is not None)
-    size = len(text.encode(errors="replace"))
-    return Piece(text, nats / math.log(2) / max(size, 1) if per_byte else nats, len(losses))
+    return Piece(text, sum(nats) / math.log(2) / _size(text) if per_byte else sum(nats), len(losses))
+
+
+def _size(text: str) -> int:
+    """Bytes of a text; a token without any, such as a special one, counts as one."""
+    return max(len(text.encode(errors="replace")), 1)
 
 
 class RunModel(Answering):
@@ -319,8 +329,8 @@ class Comparison:
             raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")
         if model.longest is not None and len(numbers) + length > model.longest:
             raise RankwiseError(
-                f"Prompt and answer must have at most {model.longest} tokens, which is all that {model.name} reads, but "
-                f"have {len(numbers)} and {length}. Give a smaller length, or a shorter prompt."
+                f"Prompt and answer must have at most {model.longest} tokens, which is all that {model.name} reads, "
+                f"but have {len(numbers)} and {length}. Give a smaller length, or a shorter prompt."
             )
         return numbers
 
@@ -345,15 +355,20 @@ class Comparison:
         """The loss of an answer under the other model, and why there is none."""
         if self.same_vocabulary:
             return other.score([*read, *drawn], len(read), per_byte=False), None
+        nothing = Score(None, (Piece(text, None),))
         try:
             numbers = [*other.before, *other.encode(prompt + text)]
         except DataError as error:
-            return Score(None, (Piece(text, None),)), f"{other.name} cannot read this answer: {error}"
+            return nothing, f"{other.name} cannot read this answer: {error}"
         if other.longest is not None and len(numbers) > other.longest:
-            return Score(None, (Piece(text, None),)), f"{other.name} reads at most {other.longest} tokens."
+            return nothing, f"{other.name} cannot read this answer: it reads at most {other.longest} tokens."
         # the end of the prompt and the start of the answer may be one token
         first = next((i for i, pair in enumerate(zip(read, numbers, strict=False)) if pair[0] != pair[1]), len(read))
-        return other.score(numbers, min(first, len(numbers)), per_byte=True), None
+        found = other.score(numbers, first, per_byte=True)
+        spelled = "".join(piece.text for piece in found.pieces)
+        if len(spelled) < len(text) or not (prompt + text).endswith(spelled):
+            return nothing, f"{other.name} cannot read this answer: its vocabulary does not spell the same text."
+        return found, None
 
 
 def _timed(model: Answering, numbers: Sequence[int], settings: dict[str, Any], seconds: list[float]) -> Iterator[int]:
