@@ -125,9 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._check(urlsplit(self.path).path, "/answer", self.headers.get(KEY, ""))
             prompt, settings = self._question()
             if not self.server.places.acquire(blocking=False):
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "Too many questions at a time. Ask again in a moment."
-                )
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "Too many questions at a time. Ask again.")
         except RefusedError as error:
             self._refuse(error)
             return
@@ -146,9 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path != expected:
             raise RefusedError(HTTPStatus.NOT_FOUND, "There is nothing here.")
         if not secrets.compare_digest(key.encode(errors="replace"), self.server.key.encode()):
-            raise RefusedError(
-                HTTPStatus.FORBIDDEN, "The key is missing or wrong. Use the address that rankwise printed."
-            )
+            raise RefusedError(HTTPStatus.FORBIDDEN, "The key is missing or wrong. Use the address as printed.")
 
     def _question(self) -> tuple[str, dict[str, Any]]:
         length = self.headers.get("Content-Length", "")

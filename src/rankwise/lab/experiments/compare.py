@@ -229,8 +229,8 @@ class _PretrainedStream:
 
     def feed(self, tokens_BT: Tensor) -> Tensor:
         read_BT = tokens_BT if self.read_BT is None else torch.cat([self.read_BT, tokens_BT], 1)
-        more: dict[str, Any] = {"attention_mask": torch.ones_like(read_BT)}
         known = signature(self.model.forward).parameters
+        more: dict[str, Any] = {"attention_mask": torch.ones_like(read_BT)} if "attention_mask" in known else {}
         more |= {"use_cache": True} if "use_cache" in known else {}
         more |= {"past_key_values": self.cache} if self.cache is not None else {}
         out = self.model(read_BT if self.cache is None else tokens_BT, **more)
