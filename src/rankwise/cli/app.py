@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from rankwise.cli.command import HELP, UsageError, help_text, parse
+from rankwise.cli.compare import compare
 from rankwise.cli.compress import compress
 from rankwise.cli.evaluate import evaluate
 from rankwise.cli.heal import heal
@@ -24,7 +25,8 @@ from rankwise.version import VERSION
 COMMANDS = {
     command.name: command
     for command in (
-        run_preset, train, prune, compress, heal, evaluate, sample, bench, export, sweep, report, presets, plan,
+        run_preset, train, prune, compress, heal, evaluate, sample, compare, bench, export, sweep, report, presets,
+        plan,
     )
 }  # fmt: skip
 WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141

@@ -39,7 +39,7 @@ def chromium() -> Iterator[Any]:
 class Tab:
     """A page in a browser, and all that it says and asks for."""
 
-    def __init__(self, browser: Any, file: Path, **settings: Any) -> None:
+    def __init__(self, browser: Any, place: Path | str, ready: str = DRAWN, **settings: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **settings})
         self.page = self.context.new_page()
         self.said: list[str] = []
@@ -48,8 +48,8 @@ class Tab:
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("dialog", lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(file.as_uri())
-        self.page.wait_for_selector(DRAWN, timeout=60_000)
+        self.page.goto(place.as_uri() if isinstance(place, Path) else place)
+        self.page.wait_for_selector(ready, timeout=60_000)
 
     def marks(self, figure: str) -> list[int]:
         """How many marks each chart of a figure has that take up room on the screen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from rankwise.lab.data.vocabulary import Vocabulary
 from rankwise.lab.models.stream import open_stream
 
 
-@torch.inference_mode()
 def sample(
     model: nn.Module,
     vocabulary: Vocabulary,
@@ -25,12 +24,17 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """`length` tokens that go on from `prompt`, as they are drawn.
+    """`length` tokens that go on from `prompt`, as they are drawn; see `draw` for the settings."""
+    check_drawing(length=length, temperature=temperature, top_k=top_k, seed=seed)
+    numbers = vocabulary.encode(prompt)
+    if not numbers:
+        raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")
+    feed, device = open_stream(model).feed, next(model.parameters()).device
+    return draw(feed, numbers, device, length=length, temperature=temperature, top_k=top_k, seed=seed)
 
-    Args:
-        temperature: below 1 the likely becomes more likely; 0 always takes the likeliest.
-        top_k: draw only from so many likeliest tokens.
-    """
+
+def check_drawing(*, length: int, temperature: float, top_k: int | None = None, seed: int) -> None:
+    """Refuse settings of `draw` that it cannot follow."""
     if length < 1:
         raise RankwiseError(f"`length` must be at least 1, but is {length} instead.")
     if not 0 <= temperature < math.inf:
@@ -39,15 +43,30 @@ def sample(
         raise RankwiseError(f"`top_k` must be at least 1, but is {top_k} instead.")
     if not -(2**63) <= seed < 2**63:
         raise RankwiseError(f"`seed` must be a whole number of 64 bits, but is {seed} instead.")
-    numbers = vocabulary.encode(prompt)
-    if not numbers:
-        raise RankwiseError("`prompt` must hold at least one token, but is empty. Give the text a beginning.")
-    stream = open_stream(model)
-    device = next(model.parameters()).device
+
+
+@torch.inference_mode()
+def draw(
+    feed: Callable[[Tensor], Tensor],
+    numbers: Sequence[int],
+    device: torch.device,
+    *,
+    length: int,
+    temperature: float,
+    top_k: int | None = None,
+    seed: int,
+) -> Iterator[int]:
+    """`length` tokens that follow `numbers`, as they are drawn.
+
+    Args:
+        feed: reads further tokens of a text, (1, T), and gives the logits of the next ones, (1, T, V).
+        temperature: below 1 the likely becomes more likely; 0 always takes the likeliest.
+        top_k: draw only from so many likeliest tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
-    tokens_BT = torch.tensor([numbers], device=device)
+    tokens_BT = torch.tensor([list(numbers)], device=device)
     for _ in range(length):
-        logits_BTV = stream.feed(tokens_BT)
+        logits_BTV = feed(tokens_BT)
         number = _draw(logits_BTV[0, -1].float().cpu(), temperature, top_k, generator)
         yield number
         tokens_BT = torch.tensor([[number]], device=device)
