@@ -89,15 +89,12 @@ class Answering(ABC):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights, tied ones once."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-
     def about(self) -> dict[str, Any]:
         """What is known before any answer."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        size = {"parameters": count(self.model), "bytes": self.num_bytes}
+        size = {"parameters": count(self.model)}
+        # tied weights once
+        size["bytes"] = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
         return {"name": self.name, **size, "dtype": dtype, "device": str(self.device)}
 
     @torch.inference_mode()
@@ -110,11 +107,8 @@ class Answering(ABC):
             rows_TV = logits_TV[start : start + ROWS].float()
             found += F.cross_entropy(rows_TV, tokens_T[start + 1 : start + 1 + len(rows_TV)], reduction="none").tolist()
         if bad := [loss for loss in found if loss is not None and not math.isfinite(loss)]:
-            dtype = next(self.model.parameters()).dtype
-            raise RankwiseError(
-                f"Losses must be finite, but {self.name} in {dtype} gives {bad[0]}. Choose another --dtype, or check "
-                "the weights."
-            )
+            dtype, remedy = next(self.model.parameters()).dtype, "Choose another --dtype, or check the weights."
+            raise RankwiseError(f"Losses must be finite, but {self.name} in {dtype} gives {bad[0]}. {remedy}")
         return found
 
     def score(self, numbers: Sequence[int], first: int, *, per_byte: bool) -> Score:
@@ -393,9 +387,8 @@ def _until(numbers: Iterable[int], ends: frozenset[int], drawn: list[int]) -> It
 
 
 def _warm_up(model: Answering) -> None:
-    numbers = [*(model.before or (0,))]
     try:
-        list(draw(model.stream(), numbers, model.device, length=WARM_UP, temperature=0.0, seed=0))
+        list(draw(model.stream(), [*(model.before or (0,))], model.device, length=WARM_UP, temperature=0.0, seed=0))
     # a dtype that a layer has no kernel for
     except (RuntimeError, NotImplementedError) as error:
         about = model.about()
