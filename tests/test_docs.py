@@ -158,8 +158,19 @@ SHORTER = {
     "steps=300)": "steps=4)",
 }
 """What the pages show, and what the tests run in its place to be quick."""
-TOO_SLOW = ("compile", "cuda", "openvino", "glue", "run sentences", "run causal", "--tasks", "wandb")
-"""Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package."""
+TOO_SLOW = (
+    "compile",
+    "cuda",
+    "openvino",
+    "glue",
+    "run sentences",
+    "run causal",
+    "--tasks",
+    "wandb",
+    "rankwise compare",
+)
+"""Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package, or serve
+until they are stopped."""
 ELSEWHERE = ("huggingface.md", "scaling.md")
 """Pages that tests/hf and tests/test_many_gpus.py go through."""
 FOLLOWED = [

@@ -56,7 +56,7 @@ def compare(options: Options) -> None:
 
     example: rankwise compare runs/demo --open
 
-    example: rankwise compare my-llama my-llama-small --prompt 'The capital of France is' --temperature 0
+    example: rankwise compare my-llama my-llama-small --prompt 'The capital is'
     """
     _check(options)
     if options.prompt is not None:
@@ -65,10 +65,10 @@ def compare(options: Options) -> None:
     with PageServer(options.port or 0) as server:
         server.comparison = _load(options)
         server.settings = _settings(options)
-        print(f"The page is at {server.address}\nCtrl-C stops it.", flush=True)
-        if options.open:
-            webbrowser.open(server.address)
         try:
+            print(f"The page is at {server.address}\nCtrl-C stops it.", flush=True)
+            if options.open:
+                webbrowser.open(server.address)
             server.serve_forever()
         except KeyboardInterrupt:
             server.stop()
