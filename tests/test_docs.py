@@ -169,8 +169,8 @@ TOO_SLOW = (
     "wandb",
     "rankwise compare",
 )
-"""Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package, or serve
-until they are stopped."""
+"""Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package, or
+serve until they are stopped."""
 ELSEWHERE = ("huggingface.md", "scaling.md")
 """Pages that tests/hf and tests/test_many_gpus.py go through."""
 FOLLOWED = [
