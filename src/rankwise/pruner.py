@@ -269,6 +269,11 @@ class Pruner:
             )
         self._structure.check(self.model, self.controller.matrices, "compact()")
         limit = self._limit(budget)
+        if self.controller.is_narrowed and limit > self.limit:
+            raise RankwiseError(
+                f"After `drop_closed` a model has at most the {self.limit:,} parameters of the budget that it was "
+                f"pruned to, but {limit:,} were asked for. Call `compact` with a larger budget before dropping."
+            )
         self._warn_if_early(limit)
         dtype = (budget or self.budget).dtype
         self._avoid_imprecise_pivots(limit, dtype)

@@ -176,14 +176,15 @@ def test_a_copy_of_a_dropped_model_gives_the_same_outputs() -> None:
     torch.testing.assert_close(model.eval()(index), want)
 
 
-def test_a_smaller_export_is_still_possible() -> None:
+def test_a_smaller_export_is_still_possible_and_a_larger_one_refused() -> None:
     model, pruner = start()
     optimizer = OPTIMIZERS["sgd"](pruner.weight_parameters())
     train(model, pruner, optimizer, range(RAMP + 1))
     want = pruner.compact(rw.Budget(removed=0.8))
     pruner.drop_closed(optimizer)
     assert_same(pruner.compact(rw.Budget(removed=0.8)), want)
-    assert rw.count(pruner.compact(rw.Budget(removed=0.2))) <= pruner.limit
+    with pytest.raises(rw.RankwiseError, match=f"at most the {pruner.limit:,} parameters .* a larger budget before"):
+        pruner.compact(rw.Budget(removed=0.2))
 
 
 def test_gates_that_still_move_are_refused() -> None:

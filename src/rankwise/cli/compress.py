@@ -77,7 +77,7 @@ PATIENCE_SECONDS = 15.0
     ),
     Argument(
         "--refine STEPS",
-        "Steps by which each block is trained towards the dense one; 0: none. Default: 250 on a GPU.",
+        "Steps by which each block is trained towards the dense one; 0: none. Default: 250 on a GPU or if it is small.",
         int,
     ),
     Argument(

@@ -110,10 +110,10 @@ def bench(options: Options) -> None:
 
 
 def _fastest(rows: list[dict[str, Any]], place: Callable[[dict[str, Any]], str]) -> str:
-    """The last model against the first, in the case that was timed first."""
+    """The fastest model against the first, in the case that was timed first."""
     first = rows[0]
     alike = [row for row in rows if all(row[name] == first[name] for name in ("engine", "batch", "precision"))]
-    last = [row for row in alike if place(row) == place(first)][-1]
+    last = max((row for row in alike if place(row) == place(first)), key=lambda row: row["speed"])
     took = f"{last['model']} takes {last['milliseconds']['median']:.2f} ms"
     case = f"{first['engine']}, batch {first['batch']}, {place(first)}, {first['precision']}"
     if last["model"] == first["model"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,12 +174,15 @@ def compress_folder(
     settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
     settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
     names = list(RANKS) if ranks == "auto" else [ranks]
-    attempts = _Attempts(work, source, [model], load, folder, overwrite)
+    attempts = _Attempts(work, source, model, load)
     del model
-    best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"], refinement)
+    best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"])
+    kept = RefinedFolder(folder, settings)
     if refinement.steps:
-        best = attempts.refined(best, refinement, RefinedFolder(folder, settings))
-    work.finish(folder, source.name, best, attempts.notes)
+        best = attempts.refined(best, refinement, kept)
+    best, notes = attempts.save(best, folder, overwrite)
+    kept.remove()
+    work.finish(folder, source.name, best, notes)
     return best
 
 
@@ -188,25 +191,23 @@ TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks b
 
 @dataclass
 class _Attempts:
-    """Attempts at a model, of which one at a time is in memory; the best is saved."""
+    """Attempts at a model, of which one at a time is in memory; only the best is saved."""
 
     work: _Work
     source: Source
-    models: list[nn.Module]
+    dense: nn.Module | None
     """The dense model, until the first attempt."""
     load: Callable[[], nn.Module]
-    folder: Path
-    overwrite: bool
-    notes: list[str] = field(default_factory=list)
-    """Lines about what was saved."""
+    small: nn.Module | None = None
+    """The model of the last attempt."""
 
-    def with_ranks(self, names: Sequence[str], refinement: Refinement) -> Compressed:
+    def with_ranks(self, names: Sequence[str]) -> Compressed:
         """The best of these ways to share out ranks; others than the first are tried where much is lost."""
         best: Compressed | None = None
         for name in names:
             if best is not None and (best.quality is None or not best.quality.is_bad):
                 break
-            made = self._attempt(name, best, saved=not refinement.steps)
+            made = self.attempt(name)
             if len(names) > 1 and made.quality is not None:
                 self.work.listener.say(f"{TITLES[name]}: {made.quality}.")
             best = made if best is None or made.is_better(best) else best
@@ -215,20 +216,29 @@ class _Attempts:
 
     def refined(self, best: Compressed, refinement: Refinement, kept: RefinedFolder) -> Compressed:
         """The same with refined blocks, unless that is no better on text kept back."""
-        made = self._attempt(best.ranks, best, refinement, kept)
-        if made.quality is not None and not made.is_better(best):
-            self.work.listener.say(f"Refined: {made.quality}, which is no better, so the blocks stay as they were.")
-            made = self._attempt(best.ranks, None)
-        kept.remove()
-        return made
+        made = self.attempt(best.ranks, refinement, kept)
+        if made.quality is None or made.is_better(best):
+            return made
+        assert best.quality is not None
+        self.work.listener.say(
+            f"Refined: {made.quality}, no better than {best.quality.small:.4g} before, so the blocks stay as they were."
+        )
+        return best
 
-    def _attempt(self, ranks: str, best: Compressed | None, *refining: Any, saved: bool = True) -> Compressed:
-        """Compress the model once more; what is no better than `best` is not saved."""
-        model = self.models.pop() if self.models else self.load()
-        made = self.work.attempt(model, ranks, *refining)
-        if saved and (best is None or made.quality is None or made.is_better(best)):
-            self.notes, self.overwrite = self.source.save(model, made, self.folder, self.overwrite), True
-        return made
+    def save(self, best: Compressed, folder: Path, overwrite: bool) -> tuple[Compressed, list[str]]:
+        """Save the best attempt, which is made again if another one came after it."""
+        if best is not self.last:
+            best = self.attempt(best.ranks)
+        assert self.small is not None
+        return best, self.source.save(self.small, best, folder, overwrite)
+
+    def attempt(self, ranks: str, *refining: Any) -> Compressed:
+        """Compress the model once more."""
+        self.small = None
+        model, self.dense = self.load() if self.dense is None else self.dense, None
+        self.last = self.work.attempt(model, ranks, *refining)
+        self.small = model
+        return self.last
 
 
 class _Work:

@@ -213,6 +213,8 @@ def _records_at(path: Path) -> dict[Path, Any]:
             form = record.get("format")
             raise CheckpointError(f"{path / RECORD} must be the record of a whole run, but is a {form!r}. {REMEDY}")
         return {path: record}
+    if (path / "compression.json").is_file():
+        raise CheckpointError(f"{path} holds a compressed model, which a page shows: add `-o report.html`.")
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     found = {file: content for file in files if (content := read_json(file)).get("format") in FORMATS}
     if not found:
