@@ -207,14 +207,19 @@ def test_a_client_that_goes_away_leaves_the_server_free(server: PageServer) -> N
 
 
 def test_ctrl_c_stops_it_with_one_line(finished: Path) -> None:
-    program = [sys.executable, "-m", "rankwise", "compare", str(finished)]
+    # a shell that starts the tests in the background has its children ignore Ctrl-C
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = [sys.executable, "-c", f"{heard}; from rankwise.cli import main; main()", "compare", str(finished)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         assert first.startswith("The page is at http://127.0.0.1:")
         assert process.stdout.readline() == "Ctrl-C stops it.\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (0, "\nStopped.\n")
     assert "Traceback" not in err
 
