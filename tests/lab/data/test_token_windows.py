@@ -136,3 +136,12 @@ def test_evaluation_of_a_single_token_is_refused():
 def test_evaluation_in_too_few_or_too_many_streams_is_refused(streams):
     with pytest.raises(ValueError, match=f"`streams` must be from 1 to 64, but is {streams}"):
         Evaluation(np.zeros(9, np.uint8), unroll=4, streams=streams)
+
+
+@given(parts=st.integers(1, 4), each=st.integers(1, 3), step=st.integers(0, 50))
+def test_shares_of_streams_are_together_all_streams(parts: int, each: int, step: int) -> None:
+    batch = parts * each
+    windows = Windows(np.arange(200), batch=batch, unroll=5, seed=3)
+    shares = [windows.share(range(i * each, (i + 1) * each)).at(step) for i in range(parts)]
+    for whole, *own in zip(windows.at(step), *shares, strict=True):
+        assert torch.equal(torch.cat(own), whole)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import rankwise as rw
 from rankwise.cli.settings import override
-from rankwise.lab.experiments.pipeline import prune, run, sweep
+from rankwise.lab.experiments.pipeline import prune, run
 from rankwise.lab.experiments.run_folder import read_experiment
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.report import table
 from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.methods import make_method

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,9 @@ from rankwise.cli.settings import override, settings
 from rankwise.core.budget import Budget
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.glue import TASKS, load_glue
-from rankwise.lab.experiments.pipeline import run, sweep
+from rankwise.lab.experiments.pipeline import run
 from rankwise.lab.experiments.presets import glue
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.report import table
 from rankwise.lab.tasks.base import from_json
 from rankwise.lab.tasks.sentences import (
@@ -49,6 +52,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     "at once, as in the paper": {"method": rw.methods.make_method("svd"), "init": "svd", "distillation": None},
     "magnitude": {"method": rw.methods.make_method("flop-agp", anneal_steps=1, mask_every=1)},
 }
+
+
+FINISH = """
+import json, sys
+from rankwise.lab.experiments.pipeline import run
+from rankwise.lab.tasks.base import from_json
+run(from_json(json.loads(sys.argv[1])), sys.argv[2])
+"""
+
+
+def test_a_process_can_finish_what_another_has_made_all_models_of(tmp_path: Path) -> None:
+    experiment = toy(tmp_path, healing=None)
+    rows = run(experiment, tmp_path / "run")["rows"]
+    (tmp_path / "run" / "record.json").unlink()
+    subprocess.run([sys.executable, "-c", FINISH, json.dumps(experiment.to_json()), str(tmp_path / "run")], check=True)
+    again = json.loads((tmp_path / "run" / "record.json").read_text())["rows"]
+    assert [row["valid"] for row in again] == [row["valid"] for row in rows]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

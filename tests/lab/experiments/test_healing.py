@@ -312,7 +312,7 @@ def bad(place: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "steps": ({"steps": 1}, "`steps` must be a whole number of at least 2, but is 1"),
         "lr": ({"lr": -1.0}, "`lr` must be positive and finite, but is -1.0"),
         "rates": ({"rates": ()}, r"`rates` must be positive and finite, but are \[\]"),
-        "out": ({"out": folder / "taken"}, "`folder` must be new, but .*taken exists"),
+        "out": ({"out": folder / "taken"}, r"`folder` \(--out\) must be new, but .*taken exists"),
     }  # fmt: skip
 
 

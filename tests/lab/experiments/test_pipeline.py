@@ -16,9 +16,10 @@ import rankwise as rw
 from rankwise.deploy.architectures import build
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.lab.data.windows import Evaluation
-from rankwise.lab.experiments.pipeline import Variant, prune, run, run_variants, sweep, train
+from rankwise.lab.experiments.pipeline import Variant, prune, run, run_variants, train
 from rankwise.lab.experiments.run_folder import load_run, read_experiment
 from rankwise.lab.experiments.sample import sample
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.report import table
 from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.lab.training.records import RunFolder

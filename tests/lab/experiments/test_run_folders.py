@@ -12,8 +12,9 @@ import pytest
 
 import rankwise as rw
 from rankwise.errors import CheckpointError, DataError, RankwiseError
-from rankwise.lab.experiments.pipeline import prune, run, sweep, train
+from rankwise.lab.experiments.pipeline import prune, run, train
 from rankwise.lab.experiments.run_folder import load_run
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.tasks.streams import StreamExperiment
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import PHASE, Phases, toy

@@ -12,6 +12,7 @@ import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.deploy.compress import SavedModel, compress_folder
 from rankwise.lab.experiments import pipeline
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.models.transformer_xl import TransformerXL
 from rankwise.methods import make_method
 from tests.lab.experiments.experiment_toys import MODELS, PHASE, toy
@@ -28,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # so few steps decide nothing
         warnings.simplefilter("ignore")
         sizes = {"methods": ("flop-l0", "fac"), "removed": (0.5, 0.7), "seeds": (0, 1)}
-        pipeline.sweep(toy(texts, "sru", **settings), folder / "sweep", **sizes)
+        sweep(toy(texts, "sru", **settings), folder / "sweep", **sizes)
         for name, kind in (("words", "words"), ("attention", "transformer-xl")):
             pipeline.run(toy(texts, kind, **settings, compare=("dense",)), folder / name)
     dense = TransformerXL(MODELS["transformer-xl"])  # type: ignore[arg-type]

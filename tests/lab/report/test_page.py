@@ -86,6 +86,32 @@ def test_the_headline_is_one_sentence_with_the_figures_of_the_record(runs: Path)
         assert part in sentence
 
 
+def test_a_row_that_was_taught_is_compared_with_one_model_everywhere(runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / "words" / "record.json").read_text())
+    dense, small = ({row["name"]: row for row in record["rows"]}[name] for name in ("dense", "flop-l0"))
+    small["distill"] = 0.5
+    half = {"perplexity": small["test"]["perplexity"] / 2}
+    record["rows"].append({**dense, "name": "taught", "distill": 0.5, "test": half})
+    (folder := tmp_path / "run").mkdir()
+    (folder / "record.json").write_text(json.dumps(record))
+    page = make_page([folder])
+    assert f"instead of {half['perplexity']:.4g} of taught (+100.0%)" in page.headline.sentence
+    quality = page.datasets["quality"]
+    assert quality["lost"][quality["model"].index("flop-l0")] == "+100.0%"
+    (line,) = (row for _, table in page.tables for row in table.rows if row[0] == "flop-l0")
+    assert "+100.0%" in line
+
+
+def test_windows_kept_back_are_not_called_test_data(runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / "compressed" / "compression.json").read_text())
+    record["quality"] = {"measure": "perplexity", "dense": 20.0, "small": 25.0}
+    (tmp_path / "compression.json").write_text(json.dumps(record))
+    page = make_page([tmp_path])
+    assert "with kept-back perplexity of 25 instead of 20 (+25.0%)" in page.headline.sentence
+    assert any("kept-back perplexity" in table.columns for _, table in page.tables)
+    assert "test perplexity" not in page.html()
+
+
 def test_seeds_are_a_mean_and_a_spread(page: Page, runs: Path) -> None:
     record = json.loads((runs / "sweep" / "record.json").read_text())
     rows = [row for run in record["runs"] for row in run["rows"] if row["name"] == "fac-70"]

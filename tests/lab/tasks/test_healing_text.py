@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rankwise.deploy.inputs import SpecialTokens
+from rankwise.deploy.documents import SpecialTokens
 from rankwise.errors import DataError
 from rankwise.lab.tasks.healing import HELD_OUT, HealingText, HealingWindows, check_known, read_healing_text
 
@@ -44,6 +45,14 @@ def test_the_ends_of_texts_are_held_out(tmp_path: Path, sizes: list[int], number
     # no more than is asked for, but for what is rounded up in each text
     assert len(found.train_NT) <= number + len(files) + HELD_OUT
     assert len(found.held_out_NT) <= HELD_OUT + len(files)
+
+
+def test_documents_of_a_jsonl_file_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": chr(300 + i) * 7}) + "\n" for i in range(60)))
+    found = read_healing_text(encode, [path], [], number=20, window=8, special=BOS)
+    for window in torch.cat([found.train_NT, found.held_out_NT]):
+        assert len(set(window.tolist())) == 2 and int(window[0]) == 0
 
 
 def test_texts_of_their_own_are_held_out_if_they_are_given(tmp_path: Path) -> None:

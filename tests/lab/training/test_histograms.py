@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankwise.lab.training.histograms import BINS, GATES, POINTS
 from rankwise.lab.training.records import RunFolder
-from rankwise.lab.training.run import BINS, GATES, POINTS
 from tests.lab.training.training_toys import CONFIG, run
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rankwise.lab.training.histograms import GATES
 from rankwise.lab.training.records import RunFolder
-from rankwise.lab.training.run import GATES
 from tests.lab.training.training_toys import run
 
 Logged = dict[int, dict[str, Any]]

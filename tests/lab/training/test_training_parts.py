@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rankwise.lab.data.windows import IGNORED, Evaluation
-from rankwise.lab.tasks.language import LanguageModel, carry, evaluate, shape_of
+from rankwise.lab.tasks.language import LanguageModel, evaluate
+from rankwise.lab.tasks.states import carry, shape_of
 from rankwise.lab.training.config import SCHEDULES, constant, cosine, inverse_sqrt
 from tests.lab.training.training_toys import CONFIG, make_model
 

@@ -5,6 +5,7 @@ Shapes: B = streams, T = unroll length.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 
@@ -49,6 +50,12 @@ class Windows:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.unroll
+
+    def share(self, places: range) -> Windows:
+        """Some of the streams, as they stand among all."""
+        own = copy.copy(self)
+        own.batch, own._starts_B = len(places), self._starts_B[places.start : places.stop]
+        return own
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, both (B, T) and int64; a target is the token after its input."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
-from rankwise.deploy.compress import find_device
+from rankwise.deploy.devices import find_device
 from rankwise.deploy.inputs import encoder, is_decoder, positions_of, special_tokens
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.lab.data.vocabulary import Vocabulary

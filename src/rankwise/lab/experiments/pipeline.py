@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from rankwise.core.budget import Budget, count
 from rankwise.core.plan import Plan
 from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.lab.experiments.following import led
 from rankwise.lab.experiments.run_folder import (
     BASE,
     EXPERIMENT,
     FORMAT,
     MODEL,
     RECORD,
-    SWEEP,
     VERSION,
     claim,
     has_models,
@@ -33,7 +33,7 @@ from rankwise.lab.experiments.run_folder import (
     write_experiment,
 )
 from rankwise.lab.experiments.variants import DENSE, AnyTask, Context, Part, Row, Variant
-from rankwise.lab.tasks.base import Data, Experiment, check_seed, described
+from rankwise.lab.tasks.base import Data, Experiment, described
 from rankwise.lab.training import Watcher
 from rankwise.lab.training.records import FORMAT as TRAINED
 from rankwise.lab.training.records import RunFolder, read_json, write_file
@@ -59,10 +59,20 @@ Read = Callable[[Callable[[str, int, int | None], None]], Data]
 """Reads data, and tells how far it is."""
 
 
+@led
 def run(
     experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
+    return run_variants(experiment, _asked_for(experiment), folder, watcher=watcher, trackers=trackers)
+
+
+def planned(experiment: Experiment) -> list[Variant]:
+    """Every model that `run` trains from the base, in order, with those that others are compared with."""
+    return from_base(experiment, _asked_for(experiment))
+
+
+def _asked_for(experiment: Experiment) -> list[Variant]:
     own = experiment.method.name
     names = dict.fromkeys((own, *experiment.compare))
     if experiment.budget is None and (others := [name for name in names if name != own]):
@@ -70,10 +80,10 @@ def run(
             f"`compare` must be empty with the method dense, which has no size, but is {','.join(others)} instead. "
             f"Example: --method {others[0]} --compare dense --budget.removed 0.8."
         )
-    variants = [Variant(name, experiment if name == own else experiment.with_method(name)) for name in names]
-    return run_variants(experiment, variants, folder, watcher=watcher, trackers=trackers)
+    return [Variant(name, experiment if name == own else experiment.with_method(name)) for name in names]
 
 
+@led
 def run_variants(
     experiment: Experiment,
     variants: Sequence[Variant],
@@ -81,8 +91,12 @@ def run_variants(
     *,
     watcher: Watcher | None = None,
     trackers: Sequence[str] = (),
+    failed: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Several variants from the base of one experiment; the record, which is also in `record.json`."""
+    """Several variants from the base of one experiment; the record, which is also in `record.json`.
+
+    `failed` names parts that could not be made elsewhere: they are left out, and the record says so.
+    """
     path, settings, wanted = Path(folder), described(experiment), [variant.name for variant in variants]
     finished = claim(path, FORMAT)
     context = begin(experiment, path, watcher, trackers)
@@ -94,21 +108,26 @@ def run_variants(
     ):
         return finished
     with RunFolder(path).held():
-        return _run_variants(context, experiment, variants, wanted, task)
+        return _run_variants(context, experiment, variants, wanted, task, failed)
 
 
 def _run_variants(
-    context: Context, experiment: Experiment, variants: Sequence[Variant], wanted: list[str], task: AnyTask
+    context: Context,
+    experiment: Experiment,
+    variants: Sequence[Variant],
+    wanted: list[str],
+    task: AnyTask,
+    failed: Sequence[str],
 ) -> dict[str, Any]:
     """Every part that is not finished; the folder is ours alone meanwhile."""
     path = context.folder
     latency = _latency(context, task, path)
     sized = [replace(each, experiment=with_size(each.experiment, latency)) for each in variants]
-    variants = _from_base(experiment, sized)
+    variants = [variant for variant in from_base(experiment, sized) if variant.name not in failed]
     for variant in variants:
         variant.experiment.make_task(context.data).check()
-    _check_parts(context, experiment, variants)
-    _announce(experiment, path, latency)
+    check_parts(context, experiment, variants)
+    announce(experiment, path, latency)
     base, rows = None, []
     if experiment.base is not None:
         base = train_base(context, experiment)
@@ -129,6 +148,7 @@ def _run_variants(
         "base": base,
         "rows": rows,
         **({} if latency is None else {"latency": latency}),
+        **({"failed": list(failed)} if failed else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(task.device),
     }
@@ -137,65 +157,7 @@ def _run_variants(
     return record
 
 
-def sweep(
-    experiment: Experiment,
-    folder: Place,
-    *,
-    methods: Sequence[str],
-    removed: Sequence[float],
-    seeds: Sequence[int] = (0,),
-    watcher: Watcher | None = None,
-    trackers: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Run every method at every size with every seed; the record, which is also in `record.json`.
-
-    Runs of one seed share their base. `removed` is a fraction of what the experiment's own budget counts. Where the
-    others are compared with a dense control, it is trained whether or not "dense" is among the methods.
-    """
-    if experiment.base is None:
-        raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
-    for name, values in (("methods", methods), ("removed", removed), ("seeds", seeds)):
-        if not values or len(set(values)) < len(values):
-            raise RankwiseError(
-                f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
-            )
-    for seed in seeds:
-        check_seed(seed)
-    path, watcher = Path(folder), watcher or Watcher()
-    claim(path, SWEEP)
-    with RunFolder(path).held():
-        return _sweep(experiment, path, methods, removed, seeds, watcher, trackers)
-
-
-def _sweep(
-    experiment: Experiment,
-    path: Path,
-    methods: Sequence[str],
-    removed: Sequence[float],
-    seeds: Sequence[int],
-    watcher: Watcher,
-    trackers: Sequence[str],
-) -> dict[str, Any]:
-    of = "model" if experiment.budget is None else experiment.budget.of
-    sizes = {f"{100 * level:g}": Budget(removed=level, of=of) for level in removed}
-    variants = []
-    for method in methods if experiment.reference == "base" or DENSE in methods else [DENSE, *methods]:
-        if method == DENSE:
-            variants.append(Variant(DENSE, experiment.control()))
-        else:
-            variants += [Variant(f"{method}-{n}", experiment.with_method(method, size)) for n, size in sizes.items()]
-    records = []
-    for seed in seeds:
-        watcher.phase(f"seed {seed}")
-        seeded = [replace(each, experiment=replace(each.experiment, seed=seed)) for each in variants]
-        own = replace(experiment, seed=seed)
-        records.append(run_variants(own, seeded, path / f"seed-{seed}", watcher=watcher, trackers=trackers))
-    write_experiment(path, experiment)
-    record = {"format": SWEEP, "version": VERSION, "name": experiment.name, "runs": records}
-    write_file(path / RECORD, record)
-    return record
-
-
+@led
 def train(
     experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
 ) -> Row:
@@ -211,11 +173,12 @@ def train(
     with RunFolder(path).held():
         latency = _latency(context, experiment.make_task(context.data), path)
         with_size(experiment, latency).make_task(context.data).check()
-        _check_parts(context, experiment, [])
-        _announce(experiment, path, latency)
+        check_parts(context, experiment, [])
+        announce(experiment, path, latency)
         return train_base(context, experiment)
 
 
+@led
 def prune(
     experiment: Experiment,
     base: Place,
@@ -281,7 +244,7 @@ def train_base(context: Context, experiment: Experiment) -> Row:
     return row
 
 
-def _from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Variant]:
+def from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Variant]:
     """What is made from the base, in order; the control is made first where others learn from it."""
     if experiment.reference == "base":
         renamed = [replace(each, name=CONTROL) if each.name == DENSE else each for each in variants]
@@ -339,14 +302,19 @@ def with_size(experiment: Experiment, latency: Mapping[str, Any] | None) -> Expe
     return replace(experiment, budget=Budget(params=latency["params"]), exclude=exclude)
 
 
-def _check_parts(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> None:
+def check_parts(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> None:
     """Refuse a folder whose base or variants were made otherwise, before any of them is trained."""
-    parts = [] if experiment.base is None else [Part.of_base(context, experiment)]
-    for part in [*parts, *(Part.of_variant(context, each, _base_of(context.folder, each)) for each in variants)]:
+    for part in parts_of(context, experiment, variants):
         part.check()
 
 
-def _announce(experiment: Experiment, folder: Path, latency: dict[str, Any] | None) -> None:
+def parts_of(context: Context, experiment: Experiment, variants: Sequence[Variant]) -> list[Part]:
+    """The base, where there is one, and the variants that `from_base` gave."""
+    base = [] if experiment.base is None else [Part.of_base(context, experiment)]
+    return [*base, *(Part.of_variant(context, each, _base_of(context.folder, each)) for each in variants)]
+
+
+def announce(experiment: Experiment, folder: Path, latency: dict[str, Any] | None) -> None:
     """Write down what will be run, unless an earlier run has: this one may yet be refused."""
     if not (folder / EXPERIMENT).exists():
         write_experiment(folder, experiment)

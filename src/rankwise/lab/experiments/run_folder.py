@@ -78,9 +78,9 @@ def claim(folder: Path, form: str) -> dict[str, Any] | None:
 
 
 def is_of(record: Mapping[str, Any], experiment: Mapping[str, Any], variants: Sequence[str], fingerprint: str) -> bool:
-    """Whether a finished record is of these settings and these data."""
+    """Whether a finished record is of these settings and these data, and nothing in it failed."""
     same = _lasting(record.get("experiment")) == _lasting(experiment) and record.get("arms") == variants
-    return same and record["corpus"]["fingerprint"] == fingerprint
+    return same and not record.get("failed") and record["corpus"]["fingerprint"] == fingerprint
 
 
 def _lasting(settings: Any) -> Any:

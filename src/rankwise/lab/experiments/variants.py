@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise.core.budget import Budget, SizeReport, count
 from rankwise.deploy.compressed import kept_by_shape
+from rankwise.errors import RankwiseError
 from rankwise.lab.experiments.run_folder import (
     BASE,
     CHECKPOINTS,
@@ -29,9 +30,11 @@ from rankwise.lab.experiments.run_folder import (
 )
 from rankwise.lab.tasks.base import Data, Experiment, Task
 from rankwise.lab.training import LoopConfig, Outcome, Watcher, fit
+from rankwise.lab.training.histograms import GATES
+from rankwise.lab.training.ranks import check_share, own_ranks
 from rankwise.lab.training.records import SKIPPED, RunFolder, read_json, write_file
-from rankwise.lab.training.run import GATES
 from rankwise.lab.training.snapshots import Snapshots
+from rankwise.methods.paper import FlopL0
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
 from rankwise.pruner import Pruner
@@ -39,7 +42,7 @@ from rankwise.sizes import plan_for_method, size_account
 
 DENSE = "dense"
 """The row that the others are compared with: the base, or its control (`Experiment.reference`)."""
-HEALING, SNAPSHOT = "healing", "snapshot"
+HEALING, SNAPSHOT, HANDED = "healing", "snapshot", "handed"
 
 AnyTask = Task[Any, Any]
 Row = dict[str, Any]
@@ -62,6 +65,23 @@ class Context:
     folder: Path
     watcher: Watcher
     trackers: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One training of a part."""
+
+    name: str
+    """Of its folder."""
+    config: LoopConfig
+    gates: bool
+    """Whether the model is gated first."""
+    handed: Path | None
+    """Where other ranks find the model, if it is not what `task.start` gives."""
+
+    @property
+    def model(self) -> Path | None:
+        return None if self.handed is None else self.handed / MODEL
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +128,8 @@ class Part:
 
     def check(self) -> dict[str, Any] | None:
         """Refuse a folder that was made, or begun, from something else; its export, where it is finished."""
+        for config in [self.config, *self._healing()]:
+            check_share(own_ranks(), config.batch_size, config.accumulate, self.task.device)
         return check_part(self.folder, self.of)
 
     def make(self) -> list[Row]:
@@ -148,7 +170,7 @@ class Part:
             data: dict[str, Any] = {} if found is None else {"calibration": found.batches, "loss": found.loss}
             small = compress(model, budget, plan=plan, layout=method.layout, **data)
             self.context.watcher.phase(f"training {name}")
-            outcome = self._fit(name, small)
+            outcome = self._fit(name, small, is_new=True)
             size, kept = SizeReport.of(outcome.model, account, budget), kept_by_shape(plan.sites, outcome.model)
             own, steps = self._of_size(budget), self.config.steps
             yield self._row(name, own, outcome.model, size, steps, outcome.record, **kept)
@@ -157,13 +179,18 @@ class Part:
         """A model of each size from one training with gates, each taken when the target passes its size."""
         self.context.watcher.phase(f"pruning with {self.name}")
         *further, last = self.experiment.budgets()
+        if further and own_ranks().count > 1 and last.dtype is not None and last.dtype.itemsize <= 2:
+            raise RankwiseError(
+                f"`sizes` of {last.dtype} must be trained in one process, but there are {own_ranks().count}: what is "
+                "taken on the way may change the layout of the first one's matrices. Leave out `sizes` or the dtype."
+            )
         folders = {budget: self.context.folder / self._name(budget) / SNAPSHOT for budget in further}
         sizes = SizesAlongRamp(self.task, folders)
         try:
-            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            outcome = self._fit(self.name, self.task.start(self.base), gates=True, after_step=sizes)
         except SnapshotLostError:
             shutil.rmtree(self.folder / CHECKPOINTS)
-            outcome = self._fit(self.name, self.task.start(self.base), gate=self._gate, after_step=sizes)
+            outcome = self._fit(self.name, self.task.start(self.base), gates=True, after_step=sizes)
         assert outcome.pruner is not None
         for budget in sorted(further, key=lambda budget: budget.removed or 0):
             model, size, step = sizes.load(budget)
@@ -187,10 +214,9 @@ class Part:
         watcher, folder = self.context.watcher, self.context.folder / name
         counted = [unit for unit in ("tokens", "examples", "seconds", SKIPPED) if unit in record]
         spent = {key: record[key] for key in counted}
-        if self.experiment.healing is not None:
-            config = self.task.phase(self.experiment.healing, self.config.seed)
+        for config in self._healing():
             watcher.phase(f"healing {name}")
-            outcome = self._fit(f"{name}/{HEALING}", model, config=config)
+            outcome = self._fit(f"{name}/{HEALING}", model, config=config, is_new=True)
             model, steps = outcome.model, steps + config.steps
             spent = {key: spent[key] + outcome.record.get(key, 0) for key in counted}
         watcher.phase(f"evaluating {name}")
@@ -213,17 +239,29 @@ class Part:
             **more,
         }
 
+    def _healing(self) -> list[LoopConfig]:
+        """The settings of healing, where there is some."""
+        healing = self.experiment.healing
+        return [] if healing is None else [self.task.phase(healing, self.config.seed)]
+
     def _gate(self, model: nn.Module) -> Pruner:
         experiment = self.experiment
         assert experiment.budget is not None
-        found = self.task.calibration() if experiment.init == "whitened" else None
+        init = experiment.init
+        found = self.task.calibration() if init in ("whitened", "fisher") else None
+        method = experiment.method_for(self.config.steps)
+        if experiment.sizes and isinstance(method, FlopL0):
+            # sizes are taken while the target falls from the dense one
+            ramp = max(method.anneal_steps, experiment.new_ramp()) if init == "fisher" else method.anneal_steps
+            method = replace(method, start="open", anneal_steps=ramp)
         return Pruner(
             model,
             experiment.budget,
-            experiment.method_for(self.config.steps),
+            method,
             plan=self.task.plan(model),
-            init=experiment.init,
+            init="whitened" if init == "fisher" else init,
             calibration=None if found is None else found.batches,
+            loss=None if found is None or init != "fisher" else found.loss,
             seed=experiment.seed,
         )
 
@@ -233,17 +271,39 @@ class Part:
         model: nn.Module,
         *,
         config: LoopConfig | None = None,
-        gate: Callable[[nn.Module], Pruner] | None = None,
+        gates: bool = False,
+        is_new: bool = False,
         after_step: Callable[[Pruner], None] | None = None,
     ) -> Outcome:
-        """One phase of training, in the folder of that name."""
-        config = config or self.config
+        """One phase of training, in the folder of that name.
+
+        Args:
+            gates: whether the model is gated first.
+            is_new: whether the model was made in this process, and is not what `task.start` gives.
+        """
+        phase = Phase(name, config or self.config, gates, self.context.folder / name / HANDED if is_new else None)
+        ranks = own_ranks()
+        if ranks.count == 1:
+            return self.fit(phase, model, after_step)
+        if phase.model is not None:
+            self.task.save(model.eval(), phase.model, None)
+        # they read the data themselves
+        told = replace(self, context=None, task=None)  # type: ignore[arg-type]
+        ranks.tell((told, self.experiment, self.context.folder, phase))
+        outcome = self.fit(phase, model, after_step)
+        if phase.handed is not None:
+            shutil.rmtree(phase.handed, ignore_errors=True)
+        return outcome
+
+    def fit(self, phase: Phase, model: nn.Module, after_step: Callable[[Pruner], None] | None = None) -> Outcome:
+        """Train `model` in a phase; every rank calls it."""
+        config = phase.config
         return fit(
             model,
             self.task,
             config,
-            self.context.folder / name,
-            pruner=gate,
+            self.context.folder / phase.name,
+            pruner=self._gate if phase.gates else None,
             teacher=self.task.load(self.teacher) if self.teacher is not None and self.task.distills(config) else None,
             about=self.of["about"],
             trackers=self.context.trackers,

@@ -187,7 +187,7 @@ class AdaptiveEmbedding(nn.Module):
             _init(words.weight, projection.weight, config.width)
             self.clusters.append(LowRankEmbedding(words, projection))
 
-    def for_export(self) -> nn.Module:
+    def for_export(self, *, loops: bool) -> nn.Module:
         """The same embedding, on the same weights, in a form that other engines can run."""
         return MaskedClusters(self)
 

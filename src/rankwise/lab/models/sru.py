@@ -108,10 +108,10 @@ class SRULayer(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def for_export(self) -> nn.Module:
+    def for_export(self, *, loops: bool) -> nn.Module:
         """The same layer, on the same weights, in a form that other engines can run."""
-        made = UnrolledSRULayer.__new__(UnrolledSRULayer)
-        made.__dict__ = dict(self.__dict__)
+        made = ExportedSRULayer.__new__(ExportedSRULayer)
+        made.__dict__ = {**self.__dict__, "loops": loops}
         return made
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -154,11 +154,15 @@ class SRULayer(nn.Module):
         return f"{self.input_width}, {self.width}, dropout={self.dropout}, scale={self.scale:.4g}"
 
 
-class UnrolledSRULayer(SRULayer):
-    """An SRU layer by the plain recurrence: an exported graph of it has as many steps as the example."""
+class ExportedSRULayer(SRULayer):
+    """An SRU layer by the plain recurrence: as a loop, or as many steps as the example has."""
+
+    loops: bool
 
     def forward(self, x_TBN: Tensor, c0_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return reference.sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD))
+        # while it is captured, a length that is fixed is a number; that of one token needs no loop
+        scanned = self.loops and not isinstance(x_TBN.shape[0], int)
+        return reference.sru(*self.recurrence_inputs(self.project(x_TBN), x_TBN, c0_BD), scanned=scanned)
 
 
 class SRU(nn.Module):
@@ -265,7 +269,7 @@ class SRUConfig:
     layer_norm: bool = False
     """Normalize the input of each layer's projection."""
     rescale: bool = False
-    """Rescale the highway; see `SRULayer`."""
+    """Multiply the highway by sqrt(1 + 2 exp(highway_bias)), so that variance passes through a deep stack."""
     dropout: float = 0.1
     """The dropout rate of the embedding, of each layer except the last, and of the output."""
     clusters: Clusters | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from rankwise.lab.report.found import Run
 from rankwise.lab.report.models import Model
 from rankwise.lab.report.paper import FACTORIZATION, LANGUAGE_MODELS, PaperTable
-from rankwise.lab.report.tables import MEASURES, Table, spread
+from rankwise.lab.report.tables import MEASURES, TAUGHT, Table, control_of, spread
 
 VARIANTS = (
     ("fac, from scratch", "fac", "fac-{}-scratch"),
@@ -56,8 +56,16 @@ def cells(record: Mapping[str, Any] | None, base: str, name: str) -> list[Cell]:
     runs = [run for run in (record or {}).get("runs", []) if run["name"] == base]
     controls = {run["seed"]: row for run in reversed(runs) for row in run["rows"] if row["name"] == "dense"}
     return [
-        Cell(row, run["seed"], controls.get(run["seed"])) for run in runs for row in run["rows"] if row["name"] == name
+        Cell(row, run["seed"], _taught(run, row) or controls.get(run["seed"]))
+        for run in runs
+        for row in run["rows"]
+        if row["name"] == name
     ]
+
+
+def _taught(run: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    control = control_of(run["rows"], row)
+    return control if control is not None and control["name"] == TAUGHT else None
 
 
 def bases(record: Mapping[str, Any] | None, base: str) -> list[Mapping[str, Any]]:

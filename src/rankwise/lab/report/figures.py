@@ -12,7 +12,7 @@ from rankwise.lab.report.found import Run
 from rankwise.lab.report.models import Model, Point, comparable, points_of
 from rankwise.lab.report.network import CLUSTERS, OTHER, PARTS, REST, by_part, place_of
 from rankwise.lab.report.paper import PaperTable, paper_of
-from rankwise.lab.report.tables import MEASURES
+from rankwise.lab.report.tables import MEASURES, measured_on
 
 IS_SHOWN = f"indexof({SHOWN}, datum.series) >= 0"
 GAP = 0.055
@@ -68,7 +68,9 @@ def quality(runs: Sequence[Run], models: Sequence[Model], data: Data) -> Iterato
         about += f" Marks are means over {seeds} seeds, bars reach from the worst to the best." if seeds > 1 else ""
         about += " Hollow diamonds are the paper's figures, as printed." if paper is not None else ""
         title = _titled("Quality against size", [point.title for point in points] if len(groups) > 1 else [])
-        drawn = _quality_chart(name, f"test {unit} ({better} is better)", points, data[name], paper)
+        drawn = _quality_chart(
+            name, f"{measured_on(group[0].record)} {unit} ({better} is better)", points, data[name], paper
+        )
         words = f"{unit} of {len(points)} models against their number of parameters"
         yield Figure(name, title, about, [chart_of(drawn, shown, about=words)])
 

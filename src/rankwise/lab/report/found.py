@@ -148,7 +148,7 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
     if path.is_file():
         yield from _of_record(read_json(path), title, None)
     elif (path / COMPRESSION).is_file():
-        yield _compressed(path, title)
+        yield compressed_run(path, title)
     elif (path / METRICS).is_file() or (path / EXPORT).is_file():
         yield _part(path, title)
     elif (path / RECORD).is_file():
@@ -254,7 +254,7 @@ def _one_training(folder: Path, above: str) -> Iterator[Training]:
     yield from _one_training(folder / "healing", f"{name}, ")
 
 
-def _compressed(folder: Path, title: str) -> Run:
+def compressed_run(folder: Path, title: str) -> Run:
     """What `rankwise compress` made, and the model it started from, as the rows of a run."""
     record = read_json(folder / COMPRESSION)
     if record.get("format") != COMPRESSED or record.get("version") != VERSION:
@@ -272,7 +272,7 @@ def _compressed(folder: Path, title: str) -> Run:
             rows.append(row)
         kept = {key: record[key] for key in ("removed", "removed_of_prunable", "matrices", "ranks", "nonzeros")}
         rows[1] |= {**kept, "folder": ".", "asked": record["budget"]}
-        made = {**record, "rows": rows, "corpus": {"name": title}}
+        made = {**record, "rows": rows, "corpus": {"name": title}, "measured_on": "kept-back"}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"holds a damaged {COMPRESSION}: {error!r}") from None
     check_rows(made)

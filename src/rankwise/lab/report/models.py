@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwise.lab.report.found import Run, series_of
+from rankwise.lab.report.tables import control_of
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class Model:
         return float(value) if isinstance(value, int | float) else None
 
     @property
-    def dense_value(self) -> float | None:
-        """That of the run's dense control. Nothing is counted against a base, which trained for fewer steps."""
-        dense = self.run.dense
-        return None if dense is None or dense is self.row or dense["name"] == "base" else Model(self.run, dense).value
+    def control(self) -> Model | None:
+        """The dense model that its quality is compared with, as in tables."""
+        row = control_of(self.run.rows, self.row)
+        return None if row is None else Model(self.run, row)
 
     @property
     def lost(self) -> float | None:
-        """By how much its measure is larger than the dense model's."""
-        dense = self.dense_value
+        """By how much its measure is larger than its control's."""
+        dense = None if self.control is None else self.control.value
         return None if self.value is None or not dense or dense <= 0 else self.value / dense - 1
 
     @property

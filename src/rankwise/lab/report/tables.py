@@ -95,6 +95,9 @@ def _table(record: Mapping[str, Any]) -> Table:
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
     found = {name: [row for run in runs for row in run["rows"] if row["name"] == name] for name in names}
     shares = list(SHARES) if any(map(_asks_of_prunable, runs)) else ["removed"]
+    # what was compressed at once has no validation data
+    has_valid = any(row["valid"] for group in found.values() for row in group)
+    splits = {**({"valid": "valid"} if has_valid else {}), "test": measured_on(runs[0])}
     # models that were pruned one by one are not timed together
     timed = all("milliseconds" in row for group in found.values() for row in group)
     rows = []
@@ -107,7 +110,7 @@ def _table(record: Mapping[str, Any]) -> Table:
                 *(f"{group[0][share]:.1%}" for share in shares),
                 *(
                     spread([row[split][m] for row in group if row[split] and m in row[split]])
-                    for split in SPLITS
+                    for split in splits
                     for m in measures
                 ),
                 spread([100 * loss for loss in lost], "+.1f", "%") if lost else "",
@@ -117,11 +120,12 @@ def _table(record: Mapping[str, Any]) -> Table:
     notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
     if any(row["nonzeros"] for group in found.values() for row in group):
         notes.append("* non-zero parameters: the matrices keep their shape")
-    if any(_is_compared_taught(run, row) for run in runs for row in run["rows"]):
+    controls = [control_of(run["rows"], row) for run in runs for row in run["rows"]]
+    if any(control is not None and control["name"] == TAUGHT for control in controls):
         notes.append(f"rows that learn from {CONTROL} are compared with {TAUGHT}: a dense model that does so too")
     columns = (
         "", "parameters", *(SHARES[share] for share in shares),
-        *(f"{split} {MEASURES.get(m, m)}" for split in SPLITS for m in measures),
+        *(f"{words} {MEASURES.get(m, m)}" for words in splits.values() for m in measures),
         "against dense", *(("ms per window", "speed") if timed else ()),
     )  # fmt: skip
     return Table(columns, tuple(rows), tuple(notes))
@@ -148,18 +152,28 @@ def _lost(runs: Sequence[Mapping[str, Any]], name: str, measure: str) -> list[fl
     """By how much the test measure of a method exceeds that of its dense control of the same seed."""
     losses = []
     for run in runs:
-        figures = {row["name"]: row["test"][measure] for row in run["rows"]}
         for row in run["rows"]:
-            control = figures.get(TAUGHT if _is_compared_taught(run, row) else CONTROL, 0)
+            control = control_of(run["rows"], row)
             # a model that has learned nothing may score 0
-            if row["name"] == name and name not in (CONTROL, TAUGHT) and control > 0:
-                losses.append(row["test"][measure] / control - 1)
+            if row["name"] == name and control is not None and control["test"][measure] > 0:
+                losses.append(row["test"][measure] / control["test"][measure] - 1)
     return losses
 
 
-def _is_compared_taught(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a row learned from the dense control, and stands beside a dense model that did so too."""
-    return bool(row.get("distill")) and any(other["name"] == TAUGHT for other in run["rows"])
+def control_of(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The dense model that a row is compared with: where there is one, one that learned from dense if the row did.
+
+    Nothing is compared with a base, which trained for fewer steps.
+    """
+    named = {other["name"]: other for other in rows}
+    if row["name"] in (CONTROL, TAUGHT):
+        return None
+    return (named.get(TAUGHT) if row.get("distill") else None) or named.get(CONTROL)
+
+
+def measured_on(record: Mapping[str, Any]) -> str:
+    """What the figures under "test" were measured on."""
+    return str(record.get("measured_on") or "test")
 
 
 def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
@@ -214,7 +228,12 @@ def _records_at(path: Path) -> dict[Path, Any]:
             raise CheckpointError(f"{path / RECORD} must be the record of a whole run, but is a {form!r}. {REMEDY}")
         return {path: record}
     if (path / "compression.json").is_file():
-        raise CheckpointError(f"{path} holds a compressed model, which a page shows: add `-o report.html`.")
+        from rankwise.lab.report.found import compressed_run
+
+        try:
+            return {path: compressed_run(path, path.name).record}
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     found = {file: content for file in files if (content := read_json(file)).get("format") in FORMATS}
     if not found:

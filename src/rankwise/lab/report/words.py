@@ -11,7 +11,7 @@ from typing import Any
 
 from rankwise.lab.report.found import CONFIG, MODEL, Run
 from rankwise.lab.report.models import Model, Point, models_of, points_of
-from rankwise.lab.report.tables import MEASURES
+from rankwise.lab.report.tables import CONTROL, MEASURES, measured_on
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,21 @@ def _quality(model: Model, point: Point | None) -> tuple[str, list[Tile]]:
     measure = model.run.measure
     if point is None or measure is None:
         return ", of a quality that was not measured", []
-    unit, value = MEASURES.get(measure, measure), point.mean
-    denses = [dense for each in point.models if (dense := each.dense_value) is not None]
+    unit, value = f"{measured_on(model.run.record)} {MEASURES.get(measure, measure)}", point.mean
+    controls = [each.control for each in point.models if each.control is not None]
+    denses = [figure for control in controls if (figure := control.value) is not None]
     if not denses:
         start = model.run.dense
         base = None if start is None else Model(model.run, start).value
         than = "" if base is None else f" ({base:.4g} of the dense base, which trained for fewer steps)"
-        return f", with test {unit} of {value:.4g}{than}", [Tile(f"test {unit}", "", f"{value:.4g}", "")]
+        return f", with {unit} of {value:.4g}{than}", [Tile(unit, "", f"{value:.4g}", "")]
     before = sum(denses) / len(denses)
     change = "" if point.lost is None else f"{point.lost:+.1%}"
     seeds = f" over {len(point.models)} seeds" if len(point.models) > 1 else ""
-    words = f", with test {unit} of {value:.4g} instead of {before:.4g}{f' ({change})' if change else ''}{seeds}"
-    return words, [Tile(f"test {unit}", f"{before:.4g}", f"{value:.4g}", change)]
+    # a control other than the dense model of the other figures is named
+    whose = f" of {name}" if (name := controls[0].row["name"]) != CONTROL else ""
+    words = f", with {unit} of {value:.4g} instead of {before:.4g}{whose}{f' ({change})' if change else ''}{seeds}"
+    return words, [Tile(f"{unit}{f', against {name}' if whose else ''}", f"{before:.4g}", f"{value:.4g}", change)]
 
 
 def _speed(model: Model, point: Point | None) -> tuple[str, list[Tile]]:

@@ -96,8 +96,8 @@ class Experiment(ABC):
     training: Any
     healing: Any = None
     """Training of the compact model itself; None: no more training."""
-    init: Init = "svd"
-    """How plain matrices are factorized: "svd", or "random" to train factors from scratch."""
+    init: Init | Literal["fisher"] = "svd"
+    """How matrices become factors: "svd", "fisher" (weighed by the loss), or "random" to train from scratch."""
     exclude: tuple[str, ...] = ()
     """Modules that are neither pruned nor counted as prunable."""
     sizes: tuple[float, ...] = ()

@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.deploy.inputs import ERROR, LARGEST, Calibration, KeptBack, SpecialTokens, text_windows
+from rankwise.deploy import documents
+from rankwise.deploy.documents import SpecialTokens
+from rankwise.deploy.inputs import ERROR, LARGEST, Calibration, KeptBack, text_windows
 from rankwise.distill import Distillation, distillation_loss
 from rankwise.errors import DataError
 from rankwise.lab.tasks.pretrained import Batch, ExampleObjective
@@ -26,8 +28,6 @@ HELD_OUT = 32
 """Windows that are held out, of all texts together."""
 HELD_OUT_SHARE = 0.1
 """The most that is held out of a short text."""
-MOST_UNKNOWN = 0.2
-"""The largest share of tokens that a tokenizer may not know."""
 TEXT = "`text`"
 LOGITS_AT_ONCE, TOKENS_AT_ONCE = (2**26, 2**28), (2**11, 2**13)
 """What a part of a batch may have, on a CPU and on a GPU: fixed numbers, so that a resumed run has the same parts."""
@@ -116,12 +116,7 @@ def check_known(text: HealingText, unknown: int | None, token: str | None, words
             f"The tokenizer of {name} must give numbers below {words:,}, the words of the model, but gives "
             f"{int(tokens.max()):,}. Save the model's own tokenizer beside it."
         )
-    share = 0.0 if unknown is None else float((tokens == unknown).float().mean())
-    if share > MOST_UNKNOWN:
-        raise DataError(
-            f"The tokenizer of {name} must know the characters of {TEXT}, but {share:.0%} of the tokens of {text.name} "
-            f"are {token}, which stands for all it does not know. Give a text in a language of the model."
-        )
+    documents.check_known(tokens, unknown, token, TEXT, text.name)
 
 
 class HealingWindows:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,13 @@ from rankwise.lab.data.windows import IGNORED, Evaluation, Windows
 from rankwise.lab.kernels.layers import cross_entropy
 from rankwise.lab.models.adaptive import AdaptiveSoftmax, WordSplit, split_words
 from rankwise.lab.models.sru import SRULanguageModel
+from rankwise.lab.tasks.states import State, carry, gather_states, load_states, own_states, shape_of, state_tensors
 from rankwise.lab.training.config import TrainingConfig
 from rankwise.lab.training.objective import Objective
 from rankwise.measure import evaluating
 
 Words = Tensor | WordSplit
 """Tokens or targets of a window, (B, T), or the same by cluster."""
-State = Tensor | tuple[Tensor, ...]
-"""What a model carries from window to window: the SRU a tensor, Transformer-XL one a layer."""
 
 
 class LanguageModel(nn.Module):
@@ -105,21 +104,6 @@ class LanguageModel(nn.Module):
 
 def _takes_split(model: SRULanguageModel) -> bool:
     return hasattr(model.embedding, "clusters")
-
-
-def carry(before: State | None, after: State) -> State:
-    """`after`, cut off from the graph that made it: in the memory of `before`, where it fits in."""
-    if isinstance(after, Tensor):
-        if not isinstance(before, Tensor) or before.shape != after.shape or before.dtype != after.dtype:
-            return after.detach()
-        return before.copy_(after.detach())
-    parts = before if isinstance(before, tuple) and len(before) == len(after) else (None,) * len(after)
-    return tuple(cast(Tensor, carry(old, new)) for old, new in zip(parts, after, strict=True))
-
-
-def shape_of(state: State | None) -> Hashable:
-    """The shapes of the tensors of a state."""
-    return tuple(part.shape for part in ((state,) if isinstance(state, Tensor) else state or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +211,15 @@ class StreamObjective(Objective):
                 f"A `teacher` goes with a share of the loss in `distill`, but that is {config.distill:g} "
                 f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
             )
-        self.windows = Windows(corpus.train, batch=config.batch_size, unroll=config.window, seed=config.seed)
         self.valid = config.evaluation(corpus.valid)
         as_evaluated = len(Evaluation(corpus.valid, unroll=config.window))
         self.reset_every = as_evaluated if config.reset_every is None else config.reset_every
         self.corpus = corpus
         super().__init__(model, config, device)
+        self.streams = self.ranks.share(config.batch_size)
+        """Those that this rank reads, of all streams."""
+        all_streams = Windows(corpus.train, batch=config.batch_size, unroll=config.window, seed=config.seed)
+        self.windows = all_streams.share(self.streams)
         self.language = LanguageModel(model)
         self.states: list[State | None] = [None] * config.accumulate
         self.teacher = None if teacher is None else LanguageModel(teacher.eval().requires_grad_(False)).to(device)
@@ -246,7 +233,7 @@ class StreamObjective(Objective):
 
     @property
     def per_step(self) -> int:
-        return self.windows.tokens_per_step
+        return self.config.batch_size * self.config.window
 
     def batch(self, step: int) -> Sequence[tuple[Words, Words]]:
         return in_parts(self.windows.at(step), self.config.accumulate)
@@ -276,7 +263,9 @@ class StreamObjective(Objective):
             return
         turn = step % every
         for stream in range(-(-turn * size // every), -(-(turn + 1) * size // every)):
-            part, row = divmod(stream, size // self.config.accumulate)
+            if stream not in self.streams:
+                continue
+            part, row = divmod(stream - self.streams.start, len(self.streams) // self.config.accumulate)
             self.language.empty(self.states[part], row)
             if self.teacher is not None:
                 self.teacher.empty(self.teacher_states[part], row)
@@ -295,12 +284,14 @@ class StreamObjective(Objective):
         return tuple(shape_of(state) for state in (*self.states, *self.teacher_states))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**state_tensors(self.states, "state"), **state_tensors(self.teacher_states, "teacher")}
+        states, teacher_states = (gather_states(each, self.ranks) for each in (self.states, self.teacher_states))
+        return {**state_tensors(states, "state"), **state_tensors(teacher_states, "teacher")}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         num_parts = self.config.accumulate
-        self.states = load_states(tensors, num_parts, self.device, "state")
-        self.teacher_states = load_states(tensors, num_parts, self.device, "teacher")
+        self.states, self.teacher_states = (
+            own_states(load_states(tensors, num_parts, self.device, name), self.ranks) for name in ("state", "teacher")
+        )
 
     @property
     def num_targets(self) -> int:
@@ -364,26 +355,3 @@ class BatchMemory:
 
 def _tensors(words: Words) -> tuple[Tensor, ...]:
     return (words,) if isinstance(words, Tensor) else words.tensors
-
-
-def state_tensors(states: Sequence[State | None], name: str) -> dict[str, Tensor]:
-    """`<name>.<part of the batch>`, or `<name>.<part>.<i>` where a state is several tensors."""
-    tensors = {}
-    for part, state in enumerate(states):
-        if isinstance(state, Tensor):
-            tensors[f"{name}.{part}"] = state
-        elif state is not None:
-            tensors.update({f"{name}.{part}.{i}": tensor for i, tensor in enumerate(state)})
-    return tensors
-
-
-def load_states(tensors: Mapping[str, Tensor], num_parts: int, device: torch.device, name: str) -> list[State | None]:
-    """Restore what `state_tensors` returned."""
-    states: list[State | None] = []
-    for part in range(num_parts):
-        if f"{name}.{part}" in tensors:
-            states.append(tensors[f"{name}.{part}"].to(device))
-            continue
-        length = sum(key.startswith(f"{name}.{part}.") for key in tensors)
-        states.append(tuple(tensors[f"{name}.{part}.{i}"].to(device) for i in range(length)) or None)
-    return states

@@ -32,8 +32,7 @@ from rankwise.sizes import Init
 
 RAMP_STEPS = 1_000
 """The ramp of a method that is not yet fitted to a number of examples."""
-CALIBRATION_BATCH = 32
-SETTING = "`model.name`"
+CALIBRATION_BATCH, SETTING = 32, "`model.name`"
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -200,7 +199,7 @@ class ExampleObjective(Objective):
             seed = self.config.seed * 1_000_003 + epoch
             self._epoch = islice(self.examples.batches(self.config.batch_size, seed), place, None)
         self._next = step + 1
-        batch = {name: tensor.to(self.device) for name, tensor in next(self._epoch).items()}
+        batch, self.share = self.ranks.rows(next(self._epoch), self.device)
         parts = zip(*(tensor.chunk(self.config.accumulate) for tensor in batch.values()), strict=True)
         return [dict(zip(batch, part, strict=True)) for part in parts]
 
@@ -250,6 +249,9 @@ class PretrainedTask(Task[P, D]):
         return self.make()
 
     def load(self, folder: Path) -> nn.Module:
+        # so that transformers can read what another process saved
+        import rankwise.hf  # noqa: F401
+
         torch.manual_seed(0)
         return self.open(folder).to(self.device)
 
@@ -351,9 +353,8 @@ class Head:
         source: dict[str, Any] = source_of(name, SETTING)
         with quiet():
             try:
-                model: nn.Module = getattr(transformers, self.auto).from_pretrained(
-                    name, dtype=torch.float32, **source, **settings
-                )
+                auto = getattr(transformers, self.auto)
+                model: nn.Module = auto.from_pretrained(name, dtype=torch.float32, **source, **settings)
             except (OSError, ValueError, RuntimeError) as error:
                 raise self._refused(name, error) from error
         return model
@@ -373,9 +374,8 @@ class Head:
             )
 
     def _refused(self, name: str | os.PathLike[str], error: Exception) -> RankwiseError:
-        return RankwiseError(
-            f"`model.name` must be a model that {self.does}, but {name} is not: {first_sentence(error)}"
-        )
+        why = first_sentence(error)
+        return RankwiseError(f"`model.name` must be a model that {self.does}, but {name} is not: {why}")
 
 
 def first_sentence(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.plans import find_plan
-from rankwise.core.budget import SizeReport, count
+from rankwise.core.budget import Budget, SizeReport, count
 from rankwise.core.plan import Plan
 from rankwise.deploy.architectures import build, describe_config, from_description
 from rankwise.deploy.load import load
@@ -29,15 +29,15 @@ from rankwise.lab.data.windows import Windows
 from rankwise.lab.models import ModelConfig
 from rankwise.lab.tasks.base import Calibration, Experiment, SavedModel, SizePreview, Task
 from rankwise.lab.tasks.language import LanguageModel, StreamObjective, evaluate
-from rankwise.lab.training.config import TrainingConfig
+from rankwise.lab.training.config import TrainingConfig, check_whole
 from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices
 from rankwise.sizes import plan_for_method, size_account
 
 OUTPUT_LAYERS = {"output": "head", "head": "output"}
 """What one of our architectures calls its output layer, and what the other does."""
-NUM_CALIBRATION_WINDOWS = 64
-"""Windows of training text, at equal distances, each as long as a window of training."""
+NUM_CALIBRATION_WINDOWS, CALIBRATION_BATCH = 512, 16
+"""Windows of training text, at equal distances, each as long as a window of training, and how many of them at once."""
 VOCABULARY = OF_RUN[1]
 NAMED = {"corpus.name", "corpus.data", "corpus.unit", "corpus.min_count"}
 """Settings by which a user asks for another text than that of the training, or for another copy of it."""
@@ -57,6 +57,9 @@ class CorpusConfig:
     """How a text of your own is split: "character" or "word"."""
     min_count: int | None = None
     """Words that the training text has fewer times become <unk>."""
+
+    def __post_init__(self) -> None:
+        check_whole(self, 0, "min_count")
 
     def load(self, progress: Progress | None = None) -> Corpus:
         how = {name: value for name, value in asdict(self).items() if name != "name"}
@@ -83,13 +86,15 @@ class StreamExperiment(Experiment):
     healing: TrainingConfig | None = None
     """Training of the compact model itself; None: no more training."""
     dropout: float | None = None
-    """The dropout of the model from the base on; None: its own. What is left of a model needs less of it
-    (`lighter_dropout`)."""
+    """The dropout of the model from the base on; None: its own. What is left of a model needs less of it: the
+    dropout of the dense one times the root of the fraction kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.init == "whitened":
-            raise RankwiseError('`init` must be "svd" or "random" in an experiment, but is "whitened" instead.')
+            raise RankwiseError('`init` must be "svd", "fisher" or "random" here, but is "whitened" instead.')
+        if self.init == "fisher" and self.base is None:
+            raise RankwiseError('`init` must be "random" without a base, but is "fisher" instead.')
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InvalidValueError(f"`dropout` must lie in [0, 1), but is {self.dropout} instead.")
         if self.dropout is not None and self.method.name == "dense":
@@ -135,6 +140,14 @@ class StreamExperiment(Experiment):
         if self.healing is not None:
             changes["healing"] = replace(self.healing, distill=0.0)
         return changes
+
+    def with_method(self, name: str, budget: Budget | None = None) -> Experiment:
+        made = super().with_method(name, budget)
+        # the ramp of gates that start by what components are worth would be too short for others
+        if self.init == "fisher" and made.method is not self.method and hasattr(made.method, "anneal_steps"):
+            ramp = max(self.new_ramp(), made.method.anneal_steps)
+            made = replace(made, method=replace(made.method, anneal_steps=ramp))  # type: ignore[call-arg]
+        return made
 
     def taught_control(self) -> StreamExperiment:
         return replace(self.control(), training=self.training, healing=self.healing)  # type: ignore[return-value]
@@ -274,9 +287,10 @@ class StreamTask(Task[StreamExperiment, Corpus]):
         text, window = self.data.train, self.experiment.training.window
         length = min(window, len(text))
         starts = torch.linspace(0, len(text) - length, NUM_CALIBRATION_WINDOWS).long().tolist()
-        windows = [torch.from_numpy(text[i : i + length].astype("int64"))[None].to(self.device) for i in starts]
+        windows = torch.stack([torch.from_numpy(text[i : i + length].astype("int64")) for i in starts])
         generator = torch.Generator().manual_seed(self.experiment.seed)
-        return Calibration(windows, lambda output: loss_of_choices(output[0], generator))
+        batches = torch.split(windows.to(self.device), CALIBRATION_BATCH)
+        return Calibration(batches, lambda output: loss_of_choices(output[0], generator))
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """The quality on a split: in float32, products on a GPU in TF32."""

@@ -39,6 +39,7 @@ from rankwise.files import (
     write_json,
     write_tensors,
 )  # fmt: skip
+from rankwise.lab.training.ranks import Ranks
 
 FORMAT, VERSION = "rankwise-checkpoint", 2
 MODEL, TRAINING, ABOUT = "model.safetensors", "training.safetensors", "checkpoint.json"
@@ -206,16 +207,25 @@ def load_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators."""
-    tensors = {"random.cpu": torch.get_rng_state()}
+def random_tensors(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
+    """The states of torch's generators: `random.cpu` and `random.cuda`, with the number of a rank but the first."""
+    own = {"random.cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
-    return tensors
+        own["random.cuda"] = torch.cuda.get_rng_state(device)
+    gathered = {name: ranks.gather(state) for name, state in own.items()}
+    return {_of_rank(name, rank): state for name, states in gathered.items() for rank, state in enumerate(states)}
 
 
-def load_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore what `random_tensors` returned."""
-    torch.set_rng_state(tensors["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+def load_random(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks, seed: int, step: int) -> None:
+    """Restore what `random_tensors` returned; a rank that there was not before starts with numbers of its own."""
+    cpu, cuda = (_of_rank(name, ranks.rank) for name in ("random.cpu", "random.cuda"))
+    if ranks.rank and cpu not in tensors:
+        torch.manual_seed(ranks.seed(seed, step))
+        return
+    torch.set_rng_state(tensors[cpu])
+    if device.type == "cuda" and cuda in tensors:
+        torch.cuda.set_rng_state(tensors[cuda], device)
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name

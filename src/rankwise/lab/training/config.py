@@ -69,13 +69,14 @@ class LoopConfig:
     steps: int
     """Optimizer steps in all, `dense_steps` included."""
     batch_size: int
-    """Examples in one step, or streams of text that are read side by side."""
+    """Examples in one step, or streams of text that are read side by side, of all processes together."""
     lr: float
     """The peak of the weights' learning rate."""
     dense_steps: int = 0
     """Steps before the pruner is made: the warm-up of the dense model."""
     schedule: Schedule = "inverse-sqrt"
-    """How the learning rate moves (`SCHEDULES`)."""
+    """How the learning rate moves after the warm-up: "constant", "inverse-sqrt" down with the root of the step, or
+    "cosine" or "linear" down to 0 at the last step."""
     warmup_steps: int = 0
     """The learning rate rises linearly for so many steps."""
     restart_schedule: bool = False
@@ -187,7 +188,7 @@ class TuningConfig:
     min_steps: int = 1
     """No fewer steps than that, however small it is."""
     batch_size: int = 32
-    """Examples in a step."""
+    """Examples in a step, of all processes together."""
     lr: float = 5e-5
     """The peak of the learning rate."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"

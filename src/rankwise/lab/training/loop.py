@@ -2,20 +2,18 @@
 
 Per step: batch -> loss and gradients, clipped -> weights -> `pruner.step()` -> evaluation, metrics and checkpoint,
 where due. All of it is a function of (configuration, step, checkpoint), so a killed run resumes bit for bit on a CPU.
+Several processes (`ranks.py`) take these steps together, each on its share of the batch.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,53 +22,14 @@ from torch import nn
 from rankwise.core.budget import count
 from rankwise.errors import RankwiseError, first_line
 from rankwise.lab.training.config import LoopConfig, TrainingConfig
+from rankwise.lab.training.interruption import Interrupted, Stop, interruption
 from rankwise.lab.training.objective import Progress, Trainable
+from rankwise.lab.training.ranks import own_ranks
 from rankwise.lab.training.records import FORMAT, FORMAT_VERSION, SKIPPED, write_file
 from rankwise.lab.training.run import Best, MakePruner, Run
 from rankwise.lab.training.trackers import Trackers, check_trackers
 from rankwise.pruner import Pruner
 from rankwise.surroundings import surroundings
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was stopped, by Ctrl-C or by a scheduler; its message says how to resume it."""
-
-    signal: int = signal.SIGINT
-    """The signal that stopped it."""
-
-
-class Stop:
-    """Remembers that a stop was asked for."""
-
-    requested: int | None = None
-    """The signal."""
-
-    def check(self) -> None:
-        """Raise where a stop was asked for: called where nothing is half-done."""
-        if self.requested is not None:
-            raise Interrupted
-
-
-@contextmanager
-def interruption() -> Iterator[Stop]:
-    """Turn the first Ctrl-C, or SIGTERM of a scheduler, into a request; a second one ends the program at once."""
-    stop = Stop()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if stop.requested is not None:
-            raise KeyboardInterrupt
-        stop.requested = number
-
-    # only the main thread gets signals, and only it may say what happens then
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +60,8 @@ def fit(
 ) -> Outcome:
     """Train `model` in place, and continue where an earlier call with the same arguments was stopped.
 
+    Several processes (`ranks.py`) make the same call; only the first writes, and calls `progress` and `after_step`.
+
     Args:
         model: the model as the first call got it, whether or not this call resumes.
         task: the data and the loss; its training data are trained on, its validation data evaluated, its test data
@@ -116,36 +77,43 @@ def fit(
         progress: called on each event.
         after_step: called with the pruner after each of its steps, and once when a run is resumed.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise RankwiseError(
-            f"Training must run in one process, but was started in {os.environ['WORLD_SIZE']}. "
-            "Start it with `--num_processes 1`."
-        )
     check_trackers(trackers)
-    run = Run(model, task, config, folder, pruner=pruner, teacher=teacher, about=about)
-    with run.folder.held():
-        return _fit(run, trackers, progress or Progress(), after_step or (lambda pruner: None))
+    ranks = own_ranks()
+    with ranks.together():
+        run = Run(model, task, config, folder, pruner=pruner, teacher=teacher, about=about)
+        if not ranks.is_first:
+            return _fit(run, (), Progress(), lambda pruner: None)
+        with run.folder.held():
+            return _fit(run, trackers, progress or Progress(), after_step or (lambda pruner: None))
 
 
 def _fit(run: Run, trackers: Sequence[str], progress: Progress, after_step: Callable[[Pruner], None]) -> Outcome:
-    if not run.restore():
-        # what an earlier run left that never came to a checkpoint
-        run.folder.metrics.unlink(missing_ok=True)
-        run.folder.record.unlink(missing_ok=True)
-    elif run.pruner is not None:
-        after_step(run.pruner)
-    write_file(run.folder.path / "config.json", run.configuration)
-    # an interrupted evaluation has not written its line, so lines up to the step before are what is known
-    run.folder.cut(run.step - run.pending)
+    resumed, ranks = run.restore(), run.ranks
+
+    def prepare() -> None:
+        if not resumed:
+            # what an earlier run left that never came to a checkpoint
+            run.folder.metrics.unlink(missing_ok=True)
+            run.folder.record.unlink(missing_ok=True)
+        elif run.pruner is not None:
+            after_step(run.pruner)
+        write_file(run.folder.path / "config.json", run.configuration)
+        # an interrupted evaluation has not written its line, so lines up to the step before are what is known
+        run.folder.cut(run.step - run.pending)
+
+    ranks.first(prepare)
     tracked = Trackers(trackers, run.folder.path, asdict(run.config), run.step - run.pending)
     progress.begin(run.step, run.config.steps)
     try:
-        with interruption() as stop:
+        with interruption(ranks) as stop:
             _take_steps(run, stop, progress, tracked, after_step)
     finally:
         progress.end()
         tracked.close()
-    return _finish(run)
+    outcome = _finish(run)
+    # all have read what they need of the folder
+    ranks.largest(0)
+    return outcome
 
 
 class _Clock:
@@ -170,7 +138,7 @@ def _take_steps(
     try:
         while run.pending or run.step < run.config.steps:
             if not run.pending:
-                stop.check()
+                stop.agree(run.ranks)
                 if run.step >= run.config.dense_steps:
                     run.begin_pruning()
                 run.train_step()
@@ -184,6 +152,7 @@ def _take_steps(
     except Interrupted:
         run.seconds += clock.lap(run.step)[0]
         run.save()
+        stop.requested = run.ranks.largest(stop.requested or 0)
         stopped = Interrupted(
             f"Stopped after step {run.step} of {run.config.steps}; run the same again to go on from there."
         )
@@ -214,6 +183,8 @@ def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, A
     if config.eval_every is not None and (last or dense_ends or step % config.eval_every == 0):
         began = time.perf_counter()
         loss = run.evaluate(stop.check)
+        if loss is None:
+            raise Interrupted
         # evaluation is no training: it does not count as time per token
         speed.then += time.perf_counter() - began
         is_best = run.is_new_best(loss)
@@ -222,7 +193,8 @@ def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, A
     run.seconds += clock.lap(run.step)[0]
     if logs or line:
         line = {"step": step, "seconds": run.seconds, **training, **line}
-        run.folder.append(line)
+        if run.ranks.is_first:
+            run.folder.append(line)
     if logs:
         run.forget_sums()
     run.pending = False
@@ -256,8 +228,8 @@ def _finish(run: Run) -> Outcome:
         **surroundings(run.device),
     }
     # finished before: only weights and pruner were wanted
-    before = run.folder.finished()
-    if before is None:
+    before = run.ranks.first(run.folder.finished)
+    if before is None and run.ranks.is_first:
         write_file(run.folder.record, record)
     return Outcome(run.model, run.pruner, run.best, before or record, run.folder.path)
 

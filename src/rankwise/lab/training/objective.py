@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.lab.training.config import LoopConfig
+from rankwise.lab.training.ranks import own_ranks
 
 
 class Objective:
     """The loss of one model, and what is carried from step to step.
 
-    Batches are a function of the step alone, and `tensors()` holds all that is carried, so that a resumed run continues
-    exactly as it would have.
+    Batches are a function of the step alone; a rank takes its share of them. `tensors()` holds all that is carried, as
+    one process would have it, so that a resumed run continues exactly as it would have, on any number of ranks.
     """
 
     unit: ClassVar[str] = "examples"
@@ -28,14 +29,16 @@ class Objective:
 
     def __init__(self, model: nn.Module, config: LoopConfig, device: torch.device) -> None:
         self.model = model.to(device)
-        self.config, self.device = config, device
+        self.config, self.device, self.ranks = config, device, own_ranks()
+        self.share = 1.0
+        """How much the loss of this rank's part of the batch counts in the mean of all ranks."""
 
     @property
     def per_step(self) -> int:
         return self.config.batch_size
 
     def batch(self, step: int) -> Sequence[Any]:
-        """The batch of a step, in `config.accumulate` parts."""
+        """This rank's share of the batch of a step, in `config.accumulate` parts."""
         raise NotImplementedError
 
     def loss(self, part: Any, index: int) -> tuple[Tensor, Tensor, Any]:
@@ -65,11 +68,11 @@ class Objective:
     # checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is carried, for a checkpoint."""
+        """All that is carried, of all ranks together, for a checkpoint. Every rank must call it."""
         return {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned."""
+        """Restore this rank's share of what `tensors` returned, on whatever number of ranks."""
 
     # evaluation
 

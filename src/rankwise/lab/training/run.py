@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.optim import linear
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.lab.training.checkpoint import (
     Checkpoint,
@@ -26,20 +25,17 @@ from rankwise.lab.training.checkpoint import (
 )  # fmt: skip
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
 from rankwise.lab.training.graphs import StepGraphs
+from rankwise.lab.training.histograms import gate_histograms
+from rankwise.lab.training.interruption import Interrupted
 from rankwise.lab.training.objective import Trainable
+from rankwise.lab.training.ranks import check_share, own_ranks
 from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
 
-GATES = "gates"
-"""The key of a line of metrics under which they stand."""
-BINS = 20
-"""Equal parts of [0, 1]."""
 SKIPPED_IN_A_ROW = 100
 """Skipped steps one after the other that stop a run all the same."""
-POINTS = 20
-"""Histograms are made at so many points of the ramp, and of the whole run for as long as gates move."""
 
 
 class DivergedError(RankwiseError):
@@ -70,7 +66,8 @@ class Run:
     ) -> None:
         _check(model, config, pruner, teacher)
         self.model, self.task, self.config = model, task, config
-        self.device = device_of(config.device)
+        self.device, self.ranks = device_of(config.device), own_ranks()
+        check_share(self.ranks, config.batch_size, config.accumulate, self.device)
         self.objective = task.objective(model, config, self.device, teacher)
         self.folder = RunFolder(folder)
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep)
@@ -96,7 +93,9 @@ class Run:
         self.logged = 0
         """The step of that line."""
         self.skipped = Skipped()
+        self.ranks.send_model(model)
         if self.pruner is not None:
+            self.ranks.join_pruner(self.pruner)
             self._warn_if_too_short(self.pruner)
 
     @property
@@ -110,6 +109,8 @@ class Run:
         self.pruner = self.make_pruner(self.model)
         if self.pruner.model is not self.model:
             raise RankwiseError("`pruner` must gate the model that it is called with, but gated another one.")
+        self.ranks.send_model(self.model)
+        self.ranks.join_pruner(self.pruner)
         self.optimizer = self._make_optimizer()
         self._record_anew()
         self._warn_if_too_short(self.pruner)
@@ -161,15 +162,18 @@ class Run:
 
     def _move_weights(self) -> None:
         """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
-        config, num_parts = self.config, self.config.accumulate
+        config, num_parts, share = self.config, self.config.accumulate, self.objective.share
         self.optimizer.zero_grad()
         states, sums = [], torch.zeros_like(self.sums)
         for index, part in enumerate(self.parts):
             with autocast(config.precision, self.device):
                 loss, reported, state = self.objective.loss(part, index)
+            if share != 1:
+                loss, reported = loss * share, reported * share
             (loss / num_parts).backward()  # type: ignore[no-untyped-call]
             states.append(state)
             sums[0] += reported / num_parts
+        self.ranks.average(self.model.parameters(), sums)
         if config.clip is not None:
             sums[1] += nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         if config.nonfinite == "skip" and not self._is_finite(sums):
@@ -244,12 +248,19 @@ class Run:
             f"and then, set `nonfinite` to skip; the checkpoints in {self.checkpoints.folder} are from before."
         )
 
-    def evaluate(self, check: Callable[[], None]) -> float:
-        """The loss on the validation data, of what would be exported now."""
-        with autocast(self.config.precision, self.device):
-            loss = self.objective.evaluate(check)
-        self._check_finite(loss)
-        return loss
+    def evaluate(self, check: Callable[[], None]) -> float | None:
+        """The loss on the validation data, of what would be exported now; None if `check` has stopped it."""
+
+        def evaluated() -> float | None:
+            try:
+                with autocast(self.config.precision, self.device):
+                    loss = self.objective.evaluate(check)
+            except Interrupted:
+                return None
+            self._check_finite(loss)
+            return loss
+
+        return self.ranks.first(evaluated)
 
     def is_new_best(self, loss: float) -> bool:
         """Take note of an evaluation; it counts only once the target has reached the budget."""
@@ -261,9 +272,10 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint of now."""
+        """Write a checkpoint of now: one process's, whatever the number of ranks, but for their random numbers."""
         self._check_finite(float(self.sums.sum()))
-        training = {**optimizer_tensors(self.optimizer), **self.objective.tensors(), **random_tensors(self.device)}
+        random = random_tensors(self.device, self.ranks)
+        training = {**optimizer_tensors(self.optimizer), **self.objective.tensors(), **random}
         training["sums"] = self.sums
         about = {
             "configuration": self.configuration,
@@ -274,23 +286,18 @@ class Run:
             "skipped": dataclasses.asdict(self.skipped),
         }
         checkpoint = Checkpoint(self.step, not self.pending, dict(self.model.state_dict()), training, about)
-        self.checkpoints.save(checkpoint, None if self.best is None else self.best.step)
+        best = None if self.best is None else self.best.step
+        self.ranks.first(lambda: self.checkpoints.save(checkpoint, best))
 
     def restore(self) -> bool:
         """Continue from the last checkpoint, if there is one of this very run."""
-        self.checkpoints.sweep()
-        for saved in reversed(self.checkpoints.steps()):
-            checkpoint = self.checkpoints.load(*saved)
-            about = checkpoint.about
-            with self.checkpoints.reading(*saved):
-                begun, has_best = binding(about["configuration"]), self.checkpoints.has_best(checkpoint)
-            check_same(begun, binding(self.configuration), self.folder.path)
-            if has_best:
-                break
-            self.checkpoints.remove(*saved)
-        else:
-            torch.manual_seed(self.config.seed)
+        found: list[Checkpoint] = []
+        saved = self.ranks.first(lambda: self._find_checkpoint(found))
+        if saved is None:
+            torch.manual_seed(self.ranks.seed(self.config.seed))
             return False
+        checkpoint = found[0] if found else self.checkpoints.load(*saved)
+        about = checkpoint.about
         if about.get("pruner") is not None:
             with warnings.catch_warnings():
                 # what was said when pruning began need not be said again
@@ -307,8 +314,22 @@ class Run:
             self.skipped = Skipped(**about.get("skipped", {}))
             self.best = None if about["best"] is None else Best(**about["best"])
             # last: making a pruner may draw numbers
-            load_random(checkpoint.training, self.device)
+            load_random(checkpoint.training, self.device, self.ranks, self.config.seed, self.step)
         return True
+
+    def _find_checkpoint(self, found: list[Checkpoint]) -> tuple[int, bool] | None:
+        """Add the last checkpoint to `found`; its step, and whether it is evaluated."""
+        self.checkpoints.sweep()
+        for saved in reversed(self.checkpoints.steps()):
+            checkpoint = self.checkpoints.load(*saved)
+            with self.checkpoints.reading(*saved):
+                begun, has_best = binding(checkpoint.about["configuration"]), self.checkpoints.has_best(checkpoint)
+            check_same(begun, binding(self.configuration), self.folder.path)
+            if has_best:
+                found.append(checkpoint)
+                return saved
+            self.checkpoints.remove(*saved)
+        return None
 
     def load_model(self, checkpoint: Checkpoint) -> None:
         """Take weights, gates and multipliers from a checkpoint."""
@@ -351,6 +372,7 @@ class Run:
     def _make_graphs(self) -> StepGraphs | None:
         if (
             self.device.type != "cuda"
+            or self.ranks.count > 1
             or self.config.nonfinite == "skip"
             or not self.objective.can_record(self.pruning or self.make_pruner is not None)
         ):
@@ -369,32 +391,3 @@ def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | N
         raise InvalidValueError(f"`dense_steps` must be 0 without a `pruner`, but is {config.dense_steps} instead.")
     if teacher is model:
         raise InvalidValueError("`teacher` must be another module than `model`, which is trained. Pass a copy of it.")
-
-
-def gate_histograms(pruner: Pruner, num_steps: int, before: int) -> dict[str, Any]:
-    """Components of each matrix by how far they are open, for a line of metrics; nothing where none is due.
-
-    Due is a function of the steps alone, so that a resumed run writes the same lines.
-
-    Args:
-        num_steps: of the whole run.
-        before: the pruner's step at the last line.
-    """
-
-    def point(step: int) -> tuple[int, int]:
-        # once the choice is made nothing moves
-        whole = 0 if pruner.controller.is_frozen else POINTS * step // num_steps
-        return int(POINTS * linear(step, pruner.controller.anneal_steps)), whole
-
-    now = pruner.steps
-    if before > 0 and point(now) == point(before):
-        return {}
-    opened = pruner.controller.open_fractions()
-    if opened is None:
-        return {}
-    # together, so that the host waits once
-    counts = torch.stack([torch.histc(part.float(), BINS, 0, 1) for part in opened]).long().tolist()
-    for found, gate in zip(counts, pruner.controller.gates, strict=True):
-        # closed components that were dropped
-        found[0] += gate.most_components - gate.num_components
-    return {GATES: {site.name: found for site, found in zip(pruner.plan.sites, counts, strict=True)}}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rankwise.errors import RankwiseError, nearest
-from rankwise.lab.training.run import GATES
+from rankwise.lab.training.histograms import GATES
 
 PROJECT, FOLDER = "rankwise", "trackers"
 """The project that hosted trackers show runs under, and the folder of a run that trackers write to."""

@@ -30,6 +30,7 @@ from rankwise.lab.experiments.saved_models import kind_of
 from rankwise.lab.training import Watcher, fit
 from rankwise.lab.training.checkpoint import check_same
 from rankwise.lab.training.config import Device
+from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import read_json, write_file
 from rankwise.lab.training.run import DivergedError
 
@@ -110,6 +111,7 @@ def heal_folder(
         watcher: called on each event.
         say: called with lines that a user should read.
     """
+    refuse_several("Healing")
     config = HealingConfig(
         steps=steps, lr=lr, batch_size=batch_size, window=window, rates=tuple(rates), checkpointing=checkpointing,
         accumulate=accumulate, device=device, seed=seed,

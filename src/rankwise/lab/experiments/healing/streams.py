@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from rankwise.deploy.documents import MOST_UNKNOWN
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN
 from rankwise.deploy.save import check_target, save
 from rankwise.errors import DataError, RankwiseError
@@ -20,7 +21,7 @@ from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
 from rankwise.lab.experiments.run_folder import EXPERIMENT
 from rankwise.lab.experiments.saved_models import OwnModel, open_model, open_own
 from rankwise.lab.tasks.base import from_json
-from rankwise.lab.tasks.healing import HELD_OUT_SHARE, MOST_UNKNOWN, TEXT
+from rankwise.lab.tasks.healing import HELD_OUT_SHARE, TEXT
 from rankwise.lab.tasks.language import LanguageModel, Quality, Streams, evaluate
 from rankwise.lab.training.config import TrainingConfig
 

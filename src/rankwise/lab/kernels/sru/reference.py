@@ -24,7 +24,7 @@ from torch import Tensor
 
 def sru(
     u_TBKD: Tensor, x_TBD: Tensor | None, weight_c_GD: Tensor, bias_GD: Tensor, c0_BD: Tensor,
-    mask_BD: Tensor | None = None, scale: float = 1.0,
+    mask_BD: Tensor | None = None, scale: float = 1.0, *, scanned: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All outputs h (T, B, D) and the last state c (B, D), differentiable in every tensor.
 
@@ -36,6 +36,7 @@ def sru(
         c0_BD: state before the first step.
         mask_BD: m, zeros and 1 / (1 - p); None for no dropout.
         scale: factor of x_TBD on the highway.
+        scanned: let a graph that is being captured hold one step and a loop over any number of them.
 
     The arithmetic and the state are in float32 at least, whatever the inputs are in; h comes back in the dtype of
     `u_TBKD`, c in that of the state.
@@ -45,15 +46,8 @@ def sru(
     w_f, w_r = weight_c_GD.to(dtype)
     b_f, b_r = bias_GD.to(dtype)
 
-    c = c0_BD.to(dtype)
-    states = [c]
-    for v_BD, p_BD in zip(v_TBD.unbind(), (p_TBD + b_f).unbind(), strict=True):
-        f = torch.sigmoid(torch.addcmul(p_BD, w_f, c))
-        c = torch.lerp(v_BD, c, f)  # f c + (1 - f) v
-        states.append(c)
-
+    states_TBD, last_BD = (_scan if scanned else _loop)(v_TBD, p_TBD + b_f, w_f, c0_BD.to(dtype))
     # no step waits for r or h, so they need no loop
-    states_TBD = torch.stack(states)
     r_TBD = torch.sigmoid(torch.addcmul(q_TBD + b_r, w_r, states_TBD[:-1]))
     if mask_BD is not None:
         r_TBD = r_TBD * mask_BD.to(dtype)
@@ -62,4 +56,29 @@ def sru(
     else:
         highway_TBD = x_TBD.to(dtype) * scale
     h_TBD = torch.addcmul(highway_TBD, r_TBD, states_TBD[1:] - highway_TBD)
-    return h_TBD.to(u_TBKD.dtype), c
+    return h_TBD.to(u_TBKD.dtype), last_BD
+
+
+def _step(c_BD: Tensor, v_BD: Tensor, p_BD: Tensor, w_f_D: Tensor) -> Tensor:
+    """f c + (1 - f) v"""
+    return torch.lerp(v_BD, c_BD, torch.sigmoid(torch.addcmul(p_BD, w_f_D, c_BD)))
+
+
+def _loop(v_TBD: Tensor, p_TBD: Tensor, w_f_D: Tensor, c0_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """The states before the first step and after each, (T + 1, B, D), and the last of them."""
+    states = [c0_BD]
+    for v_BD, p_BD in zip(v_TBD.unbind(), p_TBD.unbind(), strict=True):
+        states.append(_step(states[-1], v_BD, p_BD, w_f_D))
+    return torch.stack(states), states[-1]
+
+
+def _scan(v_TBD: Tensor, p_TBD: Tensor, w_f_D: Tensor, c0_BD: Tensor) -> tuple[Tensor, Tensor]:
+    # the public function compiles the step, which fixes the batch
+    from torch._higher_order_ops.scan import scan_op
+
+    def step(*given: Tensor) -> list[Tensor]:
+        c_BD = _step(*given)
+        return [c_BD, c_BD.clone()]
+
+    last_BD, states_TBD = scan_op(step, [c0_BD], [v_TBD, p_TBD], (w_f_D,))
+    return torch.cat([c0_BD.unsqueeze(0), states_TBD]), last_BD
