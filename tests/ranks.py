@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from filelock import FileLock
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=180)
 """A rank that waits longer for another gives up."""
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "rankwise", "tests.models"]
 

@@ -32,7 +32,7 @@ class Distillation:
     labels: float = 0.5
     """Weight of the model's own loss on the labels."""
     logits: float = 1.0
-    """Weight of the difference of logits: KL divergence, or squared error of a regression (`answer_difference`)."""
+    """Weight of the difference of logits: KL divergence, or squared error of a regression."""
     hidden: float = 1.0
     """Weight of the squared error of all hidden states, relative to their size."""
     temperature: float = 2.0

@@ -9,6 +9,8 @@ EXTRAS = {
     "docs": ("mkdocs-material", "mkdocstrings[python]"),
     "eval": ("lm_eval>=0.4.13",),
     "report": ("altair>=5.5", "vl-convert-python>=1.7", "jinja2"),
+    "cluster": ("submitit>=1.5",),
+    "ray": ("ray>=2.40",),
 }
 """What each extra of `pyproject.toml` installs, for messages about what is missing."""
 
@@ -49,6 +51,10 @@ class DataError(RankwiseError, ValueError):
     """Data that is missing, damaged or of the wrong form."""
 
 
+class PartsFailedError(RankwiseError):
+    """Some parts of a sweep failed; the others are there."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The part of a message that guesses what was meant; empty where no known word is close."""
     found = min(known, key=lambda other: edits(word, other), default=None)
@@ -56,12 +62,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def slips(word: str, other: str) -> int:
-    """How many edits may lie between two words that are meant to be the same: one of four letters, three at most."""
+    """How many edits may lie between two words that are meant to be the same: one of four letters, three at most.
+
+    Three may also be another ending, as in `calibrate` and `calibration`. Two words of three letters that differ in the
+    first one are different words, such as `tpu` and `cpu`.
+    """
     group = word.rpartition(".")[0]
     # words of one group share its name, which says nothing about the rest
-    own = word.removeprefix(f"{group}.") if other.startswith(f"{group}.") else word
-    length = len(own.lstrip("-"))
-    return min(max(1, (length + 1) // 4), 3, length - 1)
+    shared = f"{group}." if other.startswith(f"{group}.") else ""
+    own, their = (text.removeprefix(shared).lstrip("-").lower() for text in (word, other))
+    length = len(own)
+    if length == len(their) == 3 and own[0] != their[0] and sorted(own) != sorted(their):
+        return 0
+    return 3 if length > 5 and their.startswith(own[:-1]) else min(max(1, (length + 1) // 4), 3, length - 1)
 
 
 def edits(word: str, other: str) -> int:

@@ -127,8 +127,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors takes them: contiguous, and no two in the same memory."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool = True) -> None:
+    """Write tensors as safetensors takes them: contiguous, and no two in the same memory.
+
+    With `durable`, they are on the disk when this returns.
+    """
     # here, so that reading JSON needs no torch
     from safetensors.torch import save_file
 
@@ -144,7 +147,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # safetensors writes files that only their owner can read
     shutil.copymode(path.parent, path)
     path.chmod(path.stat().st_mode & ~0o111)
-    sync(path)
+    if durable:
+        sync(path)
 
 
 def digest(path: Path) -> str:

@@ -6,15 +6,19 @@ import os
 from pathlib import Path
 
 from rankwise.errors import CheckpointError
+from rankwise.files import LARGEST_JSON
 
 SECONDS = 5.0
 """How long the hub may take to answer."""
+LARGEST_TABLE = 256 << 20
+"""Bytes of a JSON file that is no configuration, at most: a vocabulary, or the index of the files of weights."""
 
 
 def check_name(name: str | os.PathLike[str], what: str = "MODEL") -> None:
     """Refuse a path that does not exist. A word, or two with a slash between them, may be a name on the hub."""
     text = os.fspath(name)
     if os.path.isdir(text):
+        check_json_sizes(Path(text))
         return
     if os.path.exists(text):
         raise CheckpointError(f"{what} must be a folder, or a name on the hub such as org/name, but {text} is a file.")
@@ -26,6 +30,16 @@ def check_name(name: str | os.PathLike[str], what: str = "MODEL") -> None:
             f"{what} must be a folder that exists, or a name on the hub such as org/name, but there is no {text!r}. "
             "Check the path."
         )
+
+
+def check_json_sizes(folder: Path) -> None:
+    """Refuse a folder with longer JSON files than any model has: transformers reads them whole."""
+    for path in folder.glob("*.json"):
+        most = LARGEST_JSON if path.name.endswith("config.json") else LARGEST_TABLE
+        if path.is_file() and (size := path.stat().st_size) > most:
+            raise CheckpointError(
+                f"{path} must have at most {most:,} bytes, but has {size:,}. Save or download the model again."
+            )
 
 
 def source_of(name: str | os.PathLike[str], what: str = "MODEL") -> dict[str, bool]:

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from rankwise.errors import RankwiseError
+
 _KNOWN = {
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad")),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size),
 }
 """What a `LazyWeight` answers by itself."""
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+"""The names of methods that change a tensor, beside those that end with one underscore."""
 
 
 class LazyWeight(Tensor):
@@ -31,6 +37,19 @@ class LazyWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        name = getattr(func, "__name__", "")
+        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if args and isinstance(args[0], LazyWeight):
+            if is_write:
+                raise RankwiseError(
+                    "`layer.weight` cannot be changed where its layer stores something else, such as two factors, "
+                    f"but `{name}` was called on it. Change it before the Pruner; to freeze it, call "
+                    "`layer.requires_grad_(False)`; otherwise change what `layer.parameters()` gives."
+                )
+            if func == _DATA:
+                compute = args[0]._compute
+                with torch.no_grad():
+                    return lazy_weight(lambda: compute().detach(), tuple(args[0].shape), args[0])
         args, kwargs = tree_map_only(LazyWeight, lambda weight: weight._compute(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankwise.errors import InvalidValueError
+from rankwise.errors import InvalidTypeError, InvalidValueError, first_line
 
 TOLERATED = 1.03
 """A compact model is called slower above this multiple of the dense model's time."""
+SLOWER = "is slower than dense of the same precision"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def slower_than_dense(
     if milliseconds <= TOLERATED * dense_milliseconds:
         return None
     return (
-        f"{what} is slower than dense of the same precision ({dense_milliseconds / milliseconds:.2f}x"
+        f"{what} {SLOWER} ({dense_milliseconds / milliseconds:.2f}x"
         f"{f'; {where}' if where else ''}): {milliseconds:.2f} against {dense_milliseconds:.2f} ms"
         f"{f' ({reason})' if reason else ''}."
     )
@@ -88,7 +90,18 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """What a model returns for a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    inputs = batch if isinstance(batch, tuple | list) else (batch,)
+    try:
+        return model(*inputs)
+    except TypeError as error:
+        try:
+            signature(model.forward).bind(*inputs)
+        except TypeError:
+            raise InvalidTypeError(
+                "A batch must hold the inputs of the model alone, without labels, but the model does not take "
+                f"{len(inputs)} of them: {first_line(error)}."
+            ) from error
+        raise
 
 
 @contextmanager

@@ -16,15 +16,17 @@ from torch import nn
 
 from rankwise.adapters import families
 from rankwise.adapters.widths import update_config
+from rankwise.core import optimizer_checks as checks
 from rankwise.core.budget import Budget, CostCurve, SizeAccount, SizeReport, count
+from rankwise.core.calibrate import Loss
 from rankwise.core.controller import Controller
 from rankwise.core.distributed import DistributedGroup, is_wrapper
 from rankwise.core.dropping import drop_closed
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.layers import compact, install
-from rankwise.core.loop_checks import GatedStructure, StaleOptimizerCheck, check_loss_scale
+from rankwise.core.loop_checks import GatedStructure
 from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
-from rankwise.core.plan import Plan, check_weights, get_module, left_out, listed, source
+from rankwise.core.plan import Plan, check_weights, get_module, listed, source
 from rankwise.core.sharding import (
     ShardGroups,
     StartingWeights,
@@ -40,14 +42,11 @@ from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
-from rankwise.sizes import Init, check_arguments, plan_for_method, size_account
+from rankwise.sizes import Init, check_arguments, check_loss, plan_for_method, size_account, warn_about_plan
 from rankwise.split import splitting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-WARN_LEFT_OUT, WARN_REMOVED = 0.05, 0.95
-"""The pruner warns if the plan leaves out this share of the parameters, or this share of the prunable ones must go."""
 
 
 class Pruner:
@@ -84,6 +83,8 @@ class Pruner:
             with the variance of the matrix, for training from scratch. A low-rank pair in the model is gated as it is
             with "random", or with `refactor=False`.
         calibration: batches of input for `model`, with init="whitened".
+        loss: with `calibration`, the loss of what the model returns for a batch. Components are then ordered by what
+            they are worth to it. "sampled" needs no labels: it is that of the model's own answers.
         example: a batch of input for `model`, on which its code is checked to do with gated and compact layers what it
             does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
             Budget(latency_ms=...) models are timed on it, here and now, to find the size.
@@ -109,6 +110,7 @@ class Pruner:
         init: Init = "svd",
         *,
         calibration: Iterable[Any] | None = None,
+        loss: Loss | None = None,
         rank_multiple: int | None = None,
         max_rank: int | None = None,
         target: str | Target | None = None,
@@ -118,6 +120,8 @@ class Pruner:
         **settings: Any,
     ) -> None:
         check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        checks.check_mode(model)
+        check_loss(loss, calibration is not None)
         reshard(model)
         self.target = find_target(target, model)
         self.method = resolve_method(method, self.target.layout, settings)
@@ -139,23 +143,17 @@ class Pruner:
             account = self.method.limit_ranks(account, max_rank)
         self.limit = budget.resolve(account)
         if plan is None and self.method.prunes and not self.method.prunes_widths:
-            _warn_about_plan(model, self.plan, account, budget, self.limit)
+            warn_about_plan(model, self.plan, account, budget, self.limit)
         account = self.method.fix_ranks(account, self.limit)
-        self._stale_optimizer = StaleOptimizerCheck(model)
+        self._stale_optimizer = checks.StaleOptimizerCheck(model)
+        self._unchanged_weights = checks.UnchangedWeightsCheck()
         self._batch = Batch(example)
         with splitting(model, [use.name for site in self.plan.sites for use in site.uses]):
             batches = None if calibration is None else self._batch.first_of(calibration)
-            factorizer = make_factorizer(init, model, self.plan, batches, seed)
+            factorizer = make_factorizer(init, model, self.plan, batches, seed, loss)
         matrices = self._gate_model(factorizer, account)
         self.controller: Controller = self.method.make_controller(matrices, account, self.limit, seed=seed)
-        self.controller.distributed = distributed
-        self.controller.modules_of_model = model.modules
-        for matrix in matrices:
-            matrix.gate.set_controller(self.controller)
-        if matrices:
-            # a submodule of the first gate, so that the model's state_dict holds the state of the controller
-            matrices[0].gate.register_module("controller", self.controller)
-            self.controller.to(next(matrices[0].parameters()).device)
+        self._attach_controller(matrices, distributed)
         self._structure = GatedStructure(model, matrices)
         self._stale_optimizer.note_gated(model)
         self._starting_weights = StartingWeights(model)
@@ -164,6 +162,17 @@ class Pruner:
         if mesh_of(model.parameters()) is None:
             verify_layers(model, self._batch)
         self._batch.note(model)
+
+    def _attach_controller(self, matrices: list[GatedMatrix], distributed: DistributedGroup) -> None:
+        self.controller.note_arguments()
+        self.controller.distributed = distributed
+        self.controller.modules_of_model = self.model.modules
+        for matrix in matrices:
+            matrix.gate.set_controller(self.controller)
+        if matrices:
+            # a submodule of the first gate, so that the model's state_dict holds the state of the controller
+            matrices[0].gate.register_module("controller", self.controller)
+            self.controller.to(next(matrices[0].parameters()).device)
 
     def _gate_model(self, factorizer: Factorizer, account: SizeAccount) -> list[GatedMatrix]:
         """Replace the planned layers by gated ones."""
@@ -199,8 +208,11 @@ class Pruner:
         With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`. Without one, the first step
         refuses to go on where a `GradScaler` has scaled a loss.
         """
-        if grad_scale is None and not self._is_checked and self.controller.uses_gradient:
-            check_loss_scale()
+        checks.check_mode()
+        # again at steps 1, 2, 4, 8, ..., because scaling may begin later
+        is_due = not self._is_checked or self.steps & (self.steps - 1) == 0
+        if grad_scale is None and is_due and self.controller.uses_gradient:
+            checks.check_loss_scale()
         self._check_loop()
         self.controller.advance(1.0 if grad_scale is None else grad_scale)
 
@@ -278,7 +290,11 @@ class Pruner:
         dtype = (budget or self.budget).dtype
         self._avoid_imprecise_pivots(limit, dtype)
         self._batch.stop()
-        small = compact(self.model, self.controller, limit)
+        checks.warn_if_not_finite(self.model)
+        # what is made in inference mode could not be trained
+        with torch.inference_mode(False):
+            small = compact(self.model, self.controller, limit)
+            small = small if dtype is None else small.to(dtype)
         if self.method.prunes_widths:
             update_config(small)
         families.changed(small)
@@ -286,7 +302,7 @@ class Pruner:
             verify_layers(small, self._batch)
         kept = self.account.size(self.controller.num_kept(limit))
         assert count(small) == (self.account.dense if self.method.counts_nonzeros else kept)
-        return small if dtype is None else small.to(dtype)
+        return small
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs: the gated model with its gates, multipliers and step."""
@@ -302,12 +318,15 @@ class Pruner:
     def _check_loop(self) -> None:
         """Raise or warn about a training loop that would make pruning useless."""
         self._stale_optimizer.check(self.model, self.controller.matrices)
+        self._unchanged_weights.check(self.controller.matrices)
         if self._is_checked:
             return
         matrices = self.controller.matrices
         self._structure.check_gates(self.model, matrices, "pruner.step()")
         self._is_checked = True
         self._check_shards()
+        if self.controller.uses_gradient:
+            checks.warn_of_modes(self.model)
         is_wrapped = any(is_wrapper(each) for each in self.model.modules())
         if self.controller.distributed.size == 1 and not is_wrapped:
             verify_layers(self.model, self._batch)
@@ -379,16 +398,3 @@ class Pruner:
         self.controller.account = replace(self.account, curves=tuple(curves))
         for matrix, curve in zip(self.controller.matrices, curves, strict=True):
             matrix.cost_curve = curve
-
-
-def _warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:
-    """Warn if the default plan leaves out many layers, or if the budget leaves almost nothing of the others."""
-    warned = []
-    if left_out(model, plan)[0] >= WARN_LEFT_OUT:
-        warned.append(f"the plan leaves out {account.left_out}.")
-    removed = (account.dense - limit) / max(account.prunable, 1)
-    if removed > WARN_REMOVED and budget.of == "model":
-        warned.append(f"{removed:.1%} of the prunable parameters must go to reach the budget.")
-    if warned:
-        remedy = "See `rankwise plan`; to go on without this warning, pass `plan=rankwise.find_plan(model)`."
-        warnings.warn(" ".join([*warned, remedy]), stacklevel=3)

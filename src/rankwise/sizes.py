@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from rankwise.split import all_split
 from rankwise.swap import is_fully_sharded
 
 Init = Literal["svd", "whitened", "random"]
+WARN_LEFT_OUT, WARN_REMOVED = 0.05, 0.95
+"""The pruner warns if the plan leaves out this share of the parameters, or this share of the prunable ones must go."""
 
 
 def size_account(
@@ -66,6 +69,14 @@ def plan_for_method(model: nn.Module, plan: Plan | None, method: Method) -> Plan
     return plan
 
 
+def check_loss(loss: object, has_calibration: bool) -> None:
+    """Raise if `loss` is not a loss, or if there is no calibration data to measure it on."""
+    if not callable(loss) and loss not in ("sampled", None):
+        raise InvalidValueError(f'`loss` must be a function, "sampled" or None, but is {loss!r} instead.')
+    if loss is not None and not has_calibration:
+        raise PlanError("`loss` must go with `calibration`, but there is none. Pass batches of input for the model.")
+
+
 def check_arguments(
     model: nn.Module,
     budget: Budget,
@@ -97,3 +108,16 @@ def check_arguments(
     for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+
+
+def warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:
+    """Warn if the default plan leaves out many layers, or if the budget leaves almost nothing of the others."""
+    warned = []
+    if left_out(model, plan)[0] >= WARN_LEFT_OUT:
+        warned.append(f"the plan leaves out {account.left_out}.")
+    removed = (account.dense - limit) / max(account.prunable, 1)
+    if removed > WARN_REMOVED and budget.of == "model":
+        warned.append(f"{removed:.1%} of the prunable parameters must go to reach the budget.")
+    if warned:
+        remedy = "See `rankwise plan`; to go on without this warning, pass `plan=rankwise.find_plan(model)`."
+        warnings.warn(" ".join([*warned, remedy]), stacklevel=3)

@@ -47,7 +47,10 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this source, with a "+" where files were changed since; None outside its repository."""
+    """The commit of this source, with a "+" where files were changed since.
+
+    Outside its repository it is what the environment says in `RANKWISE_COMMIT`, or None.
+    """
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -59,6 +62,6 @@ def _commit() -> str | None:
 
     # an installed copy may lie inside some other project's repository
     if git("ls-files", "--error-unmatch", "errors.py") is None:
-        return None
+        return os.environ.get("RANKWISE_COMMIT")
     commit = git("rev-parse", "HEAD")
     return f"{commit}+" if commit and git("status", "--porcelain", "--", ".") else commit

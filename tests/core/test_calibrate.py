@@ -275,6 +275,17 @@ def test_a_whitened_start_computes_what_the_model_did() -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize("loss", ["sampled", lambda output: output.square().sum(), None])
+def test_a_pruner_weighs_errors_as_compress_does(loss: Any) -> None:
+    """Even ranks from one start: the first factors of the pruner are those that `compress` leaves."""
+    model, x = perceptron().double(), anisotropic(200, 24).double()
+    budget = rw.Budget(removed=0.5)
+    small = rw.compress(model, budget, [x], loss=loss, ranks="even")
+    pruner = rw.Pruner(model, budget, "fac", init="whitened", calibration=[x], loss=loss)
+    # `compress` sums moments in single precision
+    torch.testing.assert_close(pruner.compact()(x), small(x), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "arguments", [{"init": "whitened"}, {"calibration": [torch.randn(3, 24)]}, {"init": "random", "calibration": []}]
 )

@@ -141,7 +141,8 @@ def told(messages: list[str]) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    messages += [str(one.message) for one in caught if "processes" in str(one.message)]
+    texts = [str(one.message) for one in caught]
+    messages += [text for text in texts if "processes" in text or "the same weights" in text]
 
 
 def refused(case: str, rank: int) -> str:
@@ -157,6 +158,15 @@ def refused(case: str, rank: int) -> str:
             pruner.load_state_dict(checkpoint("flop-l0 at the end"))
         elif case == "gates" and rank == 0:
             pruner.controller.gates[0].alpha[0] += 1.0
+        elif case == "budget":
+            pruner = rw.Pruner(SPEC.build(), rw.Budget(removed=0.4 + rank / 10), "agp", **METHODS["agp"])
+            call = DistributedDataParallel(pruner.model)
+        elif case == "gates alone":
+            pruner = make(process_group=False)
+            call = DistributedDataParallel(pruner.model)
+        elif case == "gates in a subgroup":
+            pruner = make(process_group=[dist.new_group([other]) for other in range(RANKS)][rank])
+            call = DistributedDataParallel(pruner.model)
         elif case == "later":
             call = DistributedDataParallel(pruner.model)
             train(pruner, call, range(2), (rank, RANKS))
@@ -166,6 +176,24 @@ def refused(case: str, rank: int) -> str:
     except rw.RankwiseError as error:
         return str(error)
     return ""
+
+
+def apart(case: str, rank: int) -> list[str]:
+    """What a rank is told whose weights are trained without the other's."""
+    pruner, messages = make(process_group=dist.group.WORLD), list[str]()
+    wrapped = DistributedDataParallel(pruner.model)
+
+    def unsynchronized(tokens: Tensor) -> Tensor:
+        with wrapped.no_sync():
+            return wrapped(tokens)  # type: ignore[no-any-return]
+
+    calls = {"the module inside": lambda tokens: pruner.model(tokens), "no_sync": unsynchronized}
+    with told(messages):
+        train(pruner, calls[case], ALONE, (rank, RANKS))
+    return messages
+
+
+APART = ("the module inside", "no_sync")
 
 
 def cases(rank: int) -> dict[str, Any]:
@@ -193,6 +221,8 @@ def cases(rank: int) -> dict[str, Any]:
         seen["alone"] = alone(rank)
     for case in REFUSED:
         seen[f"refused {case}"] = refused(case, rank)
+    for case in APART:
+        seen[f"apart {case}"] = apart(case, rank)
     return seen
 
 
@@ -200,6 +230,9 @@ REFUSED = {
     "steps": "are at steps 7, 0. Load a checkpoint on every rank",
     "gates": "hold different gates",
     "seed": "the same model and arguments",
+    "budget": "the same model and arguments",
+    "gates alone": "with process_group=False, and `DistributedDataParallel` averages over ranks [0, 1]. Leave",
+    "gates in a subgroup": "and `DistributedDataParallel` averages over ranks [0, 1]. Leave `process_group` out",
     "later": "are at steps 7, 2. Load a checkpoint on every rank",
 }
 
@@ -307,6 +340,13 @@ def test_ranks_that_disagree_are_told_so(ranks: Any, case: str) -> None:
     """All of them, in place of waiting for each other."""
     for results in ranks:
         assert REFUSED[case] in results[f"refused {case}"]
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_whose_weights_go_apart_are_told_so_once(ranks: Any, case: str) -> None:
+    for results in ranks:
+        (message,) = results[f"apart {case}"]
+        assert "All ranks must train the same weights, but those of ranks 0 and 1 differ in step 1" in message
 
 
 @pytest.mark.parametrize("group", [True, "nccl", -100])

@@ -193,6 +193,7 @@ def test_the_diagonal_takes_adam_steps_down_the_loss() -> None:
         twin.grad = torch.cat([gate.z.grad for gate in pruner.controller.gates]).clone()
         adam.step()
         pruner.step()
+        model.zero_grad()
         torch.testing.assert_close(diagonal(pruner), twin.detach(), rtol=1e-5, atol=1e-7)
     assert (diagonal(pruner) != 1).all()
 

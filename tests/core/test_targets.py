@@ -39,7 +39,9 @@ def test_a_multiple_is_a_power_of_two_and_a_small_step(full_rank: int) -> None:
     assert multiple <= max(full_rank / 32, 8)
     # half of the greatest that these allow is less than any of them
     assert 2 * multiple > min(64, max(full_rank / 32, 8), full_rank / 4)
-    assert TARGETS["cpu"].rank_multiple(full_rank) == TARGETS["size"].rank_multiple(full_rank) == 1
+    assert TARGETS["size"].rank_multiple(full_rank) == 1
+    on_cpu = TARGETS["cpu"].rank_multiple(full_rank)
+    assert on_cpu == 1 if full_rank < 64 else on_cpu == 8 if full_rank >= 256 else on_cpu in (2, 4)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -93,6 +95,7 @@ def test_a_decoder_is_pruned_for_a_gpu(method: str, removed: float, init: Any) -
     for step in range(4):
         model(batch(DECODER, seed=step)).square().mean().backward()
         pruner.step()
+        model.zero_grad()
     assert_for_cuda(pruner.compact(), plan, pruner.limit)
 
 
@@ -158,7 +161,7 @@ def test_the_smallest_file_is_in_the_pivot_layout() -> None:
 )
 def test_a_target_that_does_not_exist_is_refused(enter: Any) -> None:
     rule = f"`target` must be one of {', '.join(TARGETS)}, but is 'gpu' instead."
-    with pytest.raises(rw.RankwiseError, match=f"{rule} Did you mean 'cpu'.* Leave it out to compress for the device"):
+    with pytest.raises(rw.RankwiseError, match=f"{rule} Leave it out to compress for the device"):
         enter(make(), rw.Budget(removed=0.4), target="gpu")
 
 

@@ -59,3 +59,30 @@ def test_a_low_rank_teacher_is_learned_from_scratch_within_its_budget() -> None:
     assert rw.count(small) == k * 2 * n == pruner.size().expected
     x = torch.randn(256, n)
     assert (small(x) - x @ teacher.t()).square().mean() < 0.01 * (x @ teacher.t()).square().mean()
+
+
+def correlated(n: int = 24) -> tuple[nn.Sequential, torch.Tensor]:
+    """A model of two matrices of different worth, and inputs of very different sizes."""
+    model = nn.Sequential(nn.Linear(n, n), nn.Tanh(), nn.Linear(n, n)).double()
+    return model, torch.randn(300, n).double() * torch.logspace(0, -2, n).double()
+
+
+def test_gates_start_between_even_ranks_and_those_of_one_shot_compression() -> None:
+    """With a loss, what would be exported before the first step is what `compress` keeps with blended ranks."""
+    model, x = correlated()
+    budget = rw.Budget(removed=0.5)
+    small = rw.compress(model, budget, [x], loss="sampled", ranks="blend")
+    pruner = rw.Pruner(model, budget, init="whitened", calibration=[x], loss="sampled", anneal_steps=30)
+    kept = pruner.ranks()
+    assert [kept["0"], kept["2"]] == [small[i][0].out_features for i in (0, 2)]
+    size = pruner.size()
+    assert abs(size.expected - size.budget) < 1 and pruner.controller.target_size() == size.budget
+    plain = rw.Pruner(correlated()[0], budget, anneal_steps=30)
+    assert plain.size().expected > 0.99 * plain.size().dense
+
+
+def test_a_start_by_worth_needs_a_loss() -> None:
+    with pytest.raises(ValueError, match='`start` must be "open" where nothing says what components are worth'):
+        rw.Pruner(correlated()[0], rw.Budget(removed=0.5), start="worth", anneal_steps=30)
+    with pytest.raises(ValueError, match='`start` must be "open" or "worth", but is \'closed\' instead.'):
+        rw.Pruner(correlated()[0], rw.Budget(removed=0.5), start="closed", anneal_steps=30)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from rankwise.errors import RankwiseError
 from rankwise.measure import call_model, evaluating
 
 
@@ -50,23 +52,34 @@ class _Seen:
     name: str
     given: object
     call: Call
-    output: object
+    returned: Any
+
+    @property
+    def output(self) -> object:
+        return _first(self.returned)
 
 
-@torch.no_grad()
 def find_blocks(model: nn.Module, batch: Any) -> list[str]:
     """The names of the blocks of `model`, in the order in which `batch` passes through them; empty if there are none.
 
     They are the modules of an `nn.ModuleList`, the largest one, of which each is called once, is given as its first
     argument what the one before has returned, and gives the same again when it is called again.
     """
+    return [each.name for each in _find_calls(model, batch)]
+
+
+@torch.no_grad()
+def _find_calls(model: nn.Module, batch: Any) -> list[_Seen]:
+    """The call of each block."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
     seen: dict[str, list[_Seen]] = {name: [] for name in lists}
     with ExitStack() as stack:
         for name, blocks in lists.items():
             for i, block in enumerate(blocks):
-                hook = _note_call(seen[name], f"{name}.{i}")
-                stack.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
+                before, after = _note_call(seen[name], f"{name}.{i}")
+                # before inputs are moved to another device
+                stack.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+                stack.callback(block.register_forward_hook(after).remove)
         with evaluating(model):
             call_model(model, batch)
 
@@ -76,16 +89,23 @@ def find_blocks(model: nn.Module, batch: Any) -> list[str]:
     for name in sorted((name for name in lists if _is_chain(seen[name], len(lists[name]))), key=size, reverse=True):
         with evaluating(model):
             if all(_repeats(model.get_submodule(each.name), each) for each in seen[name]):
-                return [each.name for each in seen[name]]
+                return seen[name]
     return []
 
 
-def _note_call(calls: list[_Seen], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # only hidden states that come as the first positional argument can be given again
-        calls.append(_Seen(name, args[0] if args else None, Call.of(args, kwargs), _first(output)))
+def _note_call(calls: list[_Seen], name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks before and after a block."""
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    return hook
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append((args, kwargs))
+
+    def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        args, kwargs = given.pop()
+        # only hidden states that come as the first positional argument can be given again
+        calls.append(_Seen(name, args[0] if args else None, Call.of(args, kwargs), output))
+
+    return before, after
 
 
 def _is_chain(calls: Sequence[_Seen], number: int) -> bool:
@@ -190,3 +210,103 @@ def output_gradients(model: nn.Module, names: Sequence[str]) -> Iterator[dict[st
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(hook(name)).remove)
         yield sums
+
+
+class Chain:
+    """The blocks of a model, which are run one at a time over many batches, and what is around them.
+
+    To run what comes before and after them, other modules stand in for the blocks: they do nothing. So each block is
+    needed only once for all batches, which counts where it has to be fetched first.
+
+    Args:
+        batch: one that shows the blocks; without any, or with blocks that hand on more than hidden states, the model
+            is refused.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model = model
+        seen = _find_calls(model, batch)
+        self.names = [each.name for each in seen]
+        self.lengths = [len(each.returned) if isinstance(each.returned, tuple) else None for each in seen]
+        _, calls = self.start([batch])
+        if not seen or any(not _same(call, each.call) for (call,), each in zip(calls, seen, strict=True)):
+            raise RankwiseError(
+                "A model is compressed block by block from disk if its blocks, the layers of an `nn.ModuleList`, hand "
+                f"each other hidden states and nothing else, but those of {type(model).__name__} do not. Use "
+                '--offload none (offload="none") with a device on which it fits, such as cpu.'
+            )
+
+    def start(self, batches: Sequence[Any]) -> tuple[list[Tensor], list[list[Call]]]:
+        """What the first block reads of each batch, and for each block and batch what else it is called with."""
+        with self.without_blocks():
+            return record_calls(self.model, self.names, batches)
+
+    def entry(self, batch: Any) -> tuple[Tensor, Call]:
+        """What the first block reads of a batch, with its history, and what else it is called with."""
+        found: list[tuple[Tensor, Call]] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append((args[0], Call.of(args, kwargs)))
+            raise StopForward
+
+        with self.without_blocks():
+            self.model.get_submodule(self.names[0]).register_forward_pre_hook(note, with_kwargs=True)
+            with suppress(StopForward):
+                call_model(self.model, batch)
+        return found[0]
+
+    @contextmanager
+    def without_blocks(self, lasts: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Leave out the blocks; the last one gives one of `lasts` at each call, in their order, over and over."""
+        given = cycle(lasts) if lasts is not None else None
+        with ExitStack() as stack:
+            for name, length in zip(self.names, self.lengths, strict=True):
+                parent, key = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+                block = parent._modules[key]
+                assert block is not None
+                is_last = name == self.names[-1]
+                parent._modules[key] = _StandIn(block, length, given if is_last else None)
+                stack.callback(parent._modules.__setitem__, key, block)
+            yield
+
+    @torch.no_grad()
+    def run(self, batches: Sequence[Any]) -> list[Tensor]:
+        """What the last block gives for each batch."""
+        states, calls = self.start(batches)
+        with evaluating(self.model):
+            for name, some in zip(self.names, calls, strict=True):
+                block = self.model.get_submodule(name)
+                states = [call(block, x_BTD) for call, x_BTD in zip(some, states, strict=True)]
+        return states
+
+
+class _StandIn(nn.Module):
+    """In the place of a block, gives what it reads, or the next of `outputs`."""
+
+    def __init__(self, block: nn.Module, length: int | None, outputs: Iterator[Tensor] | None) -> None:
+        super().__init__()
+        # not as a child
+        vars(self)["of"] = (block,)
+        self.length, self.outputs = length, outputs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # models may ask a block what it is
+            return getattr(self.of[0], name)
+
+    def forward(self, x_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x_BTD = x_BTD if self.outputs is None else next(self.outputs)
+        return x_BTD if self.length is None else (x_BTD, *([None] * (self.length - 1)))
+
+
+def _same(one: Call, other: Call) -> bool:
+    """Whether two calls have the same arguments."""
+    if one.kwargs.keys() != other.kwargs.keys() or len(one.args) != len(other.args):
+        return False
+    found, wanted = (tree_leaves((call.args, dict(call.kwargs))) for call in (one, other))
+    return len(found) == len(wanted) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
+        for a, b in zip(found, wanted, strict=True)
+    )

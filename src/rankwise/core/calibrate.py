@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,15 @@ from torch import Tensor, nn
 from rankwise.core.blocks import StopForward
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Plan, Site, Use, get_module, words_of
+from rankwise.core.sampled import sampled_loss
 from rankwise.errors import DataError
 from rankwise.measure import call_model, evaluating
 from rankwise.modules import scale_of
+
+Loss = Callable[[Any], Tensor] | Literal["sampled"]
+"""The loss of what a model returns for a batch; "sampled" is that of its own answers (`sampled_loss`)."""
+FISHER_BYTES = 2**32
+"""How errors in two outputs of a layer add up is measured where that takes no more memory for all layers at hand."""
 
 
 def second_moments(
@@ -28,6 +35,7 @@ def second_moments(
     *,
     last_calls: Sequence[tuple[str, int] | None] | None = None,
     dtype: torch.dtype = torch.float64,
+    run: Callable[[nn.Module, Any], Any] = call_model,
 ) -> dict[str, Moments]:
     """Run `batches` through `model` and average the second moments of each site's inputs, by the site's name.
 
@@ -37,6 +45,7 @@ def second_moments(
         last_calls: for each batch, the name of the use that the plan needs last, and the number of that call
             (`count_calls`); the forward pass stops there. None: every forward pass runs to its end.
         dtype: the dtype of the sums.
+        run: calls the model, or the part of it that the plan is of, with a batch.
     """
     sums = {site.name: _Sums(site, dtype) for site in plan.sites}
     add = {use.name: partial(sums[site.name].add, use) for site in plan.sites for use in site.uses}
@@ -56,7 +65,7 @@ def second_moments(
             num_calls, last_call = 0, None if last_calls is None else last_calls[number]
             number += 1
             with suppress(StopForward):
-                call_model(model, batch)
+                run(model, batch)
     if not number:
         raise DataError("`calibration` must hold at least one batch, but is empty.")
     moments = {name: total.moments() for name, total in sums.items()}
@@ -84,6 +93,34 @@ def count_calls(model: nn.Module, plan: Plan, batch: Any) -> dict[str, int]:
     return num_calls
 
 
+def loss_weights(model: nn.Module, plan: Plan, batches: Iterable[Any], loss: Loss) -> dict[str, Moments]:
+    """`output_fisher` by a loss that may be "sampled", of pairs of outputs where memory allows."""
+    whole, drawn = has_room(plan.sites), loss == "sampled"
+    return output_fisher(model, plan, batches, loss_of(model, loss), whole=whole, drawn=drawn)
+
+
+def loss_of(model: nn.Module, loss: Loss) -> Callable[[Any], Tensor]:
+    """The loss itself, which may be "sampled"."""
+    if loss != "sampled":
+        return loss
+    return sampled_loss(num_words=getattr(getattr(model, "config", None), "num_words", None))
+
+
+def has_room(sites: Sequence[Site], share: float = 1) -> bool:
+    """Whether it is measured how errors in two outputs of these sites add up, by a share of the memory for that."""
+    return 4 * sum(site.shape[0] ** 2 for site in sites if not site.has_embedding) <= share * FISHER_BYTES
+
+
+def weighed(moments: Moments, weights: Moments | None) -> Moments:
+    """The moments of a site with the weights of its outputs (`output_fisher`), where the loss depends on them."""
+    if weights is None or weights.rows_O is None:
+        return moments
+    inputs_II = moments.inputs_II
+    if weights.inputs_II is not None:
+        inputs_II = weights.inputs_II if inputs_II is None else inputs_II + weights.inputs_II
+    return replace(moments, inputs_II=inputs_II, rows_O=weights.rows_O, outputs_OO=weights.outputs_OO)
+
+
 def output_fisher(
     model: nn.Module,
     plan: Plan,
@@ -93,7 +130,24 @@ def output_fisher(
     whole: bool = False,
     drawn: bool = False,
 ) -> dict[str, Moments]:
-    """How much the loss depends on the outputs y of each site that is reached, by the site's name.
+    """How much the loss depends on the outputs of each site that is reached, by the site's name: `OutputFisher`.
+
+    Args:
+        loss: the loss of what the model returns for a batch.
+        whole: measure all of G, not only its diagonal, except for sites with an embedding.
+        drawn: whether the loss is the summed cross entropy of answers that were drawn at random (`_probabilities`).
+    """
+    fisher = OutputFisher(model, plan, whole=whole, drawn=drawn)
+    with fisher.watching():
+        for batch in batches:
+            found = loss(call_model(model, batch))
+            if found.requires_grad:
+                found.backward()  # type: ignore[no-untyped-call]
+    return check_depends(fisher.weights())
+
+
+class OutputFisher:
+    """How much a loss depends on the outputs y of each site, from the backward passes inside `watching`.
 
     To second order, an error e of the outputs raises the loss by half of the sum of e^T G e over calls, where G is the
     sum of g g^T for g = dL/dy: the Fisher information, with inputs and gradients taken as independent. It makes errors
@@ -104,64 +158,62 @@ def output_fisher(
     that is an output layer too, the output layer's row weights f say how often words occur, those that the
     calibration text lacks included; its `inputs_II` is then G sum(n) / sum(f), which adds to the second moments of the
     output layer's inputs.
-
-    Args:
-        loss: the loss of what the model returns for a batch.
-        whole: measure all of G, not only its diagonal, except for sites with an embedding.
-        drawn: whether the loss is the summed cross entropy of answers that were drawn at random (`_probabilities`).
     """
-    outputs: dict[str, _Outputs] = {}
-    lookups: dict[str, _Lookups] = {}
-    without_grad: set[str] = set()
 
-    def sums(site: Site, use: Use, like: Tensor) -> _Lookups | _Outputs:
+    def __init__(self, model: nn.Module, plan: Plan, *, whole: bool = False, drawn: bool = False) -> None:
+        self.model, self.plan, self.whole, self.drawn = model, plan, whole, drawn
+        self.outputs: dict[str, _Outputs] = {}
+        self.lookups: dict[str, _Lookups] = {}
+        self.without_grad: set[str] = set()
+
+    def _sums(self, site: Site, use: Use, like: Tensor) -> _Lookups | _Outputs:
         if use.is_embedding:
-            return lookups.setdefault(site.name, _Lookups(site, like))
+            return self.lookups.setdefault(site.name, _Lookups(site, like))
         # made once: a site may be called many times
-        if site.name not in outputs:
-            outputs[site.name] = _Outputs(site, like, whole=whole and not site.has_embedding, drawn=drawn)
-        return outputs[site.name]
+        if site.name not in self.outputs:
+            whole = self.whole and not site.has_embedding
+            self.outputs[site.name] = _Outputs(site, like, whole=whole, drawn=self.drawn)
+        return self.outputs[site.name]
 
-    handles = [
-        get_module(model, use).register_forward_hook(_watch_gradients(site, use, sums, without_grad), with_kwargs=True)
-        for site in plan.sites
-        for use in site.uses
-    ]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        with evaluating(model), torch.enable_grad():
-            for batch in batches:
-                found = loss(call_model(model, batch))
-                if found.requires_grad:
-                    found.backward()  # type: ignore[no-untyped-call]
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_()
-        for handle in handles:
-            handle.remove()
-    if unseen := sorted(without_grad - outputs.keys() - lookups.keys()):
-        raise DataError(
-            "`loss` must have a gradient at every matrix of the plan, but the model calls these under "
-            f"`torch.no_grad()`: {', '.join(unseen)}. Exclude them from the plan, or leave `loss` out."
-        )
-    weights = {name: seen.weights() for name, seen in outputs.items()}
-    weights |= {name: seen.weights(weights.get(name, Moments()).rows_O) for name, seen in lookups.items()}
-    return _checked(weights)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Evaluation mode with gradients, but none of parameters; the model is left as it was."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with ExitStack() as stack:
+            for site in self.plan.sites:
+                for use in site.uses:
+                    hook = _watch_gradients(site, use, self._sums, self.without_grad)
+                    stack.enter_context(get_module(self.model, use).register_forward_hook(hook, with_kwargs=True))
+            for parameter in trained:
+                stack.callback(parameter.requires_grad_)
+                parameter.requires_grad_(False)
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(torch.enable_grad())
+            yield
+        if unseen := sorted(self.without_grad - self.outputs.keys() - self.lookups.keys()):
+            raise DataError(
+                "`loss` must have a gradient at every matrix of the plan, but the model calls these under "
+                f"`torch.no_grad()`: {', '.join(unseen)}. Exclude them from the plan, or leave `loss` out."
+            )
+
+    def weights(self) -> dict[str, Moments]:
+        """The weights of each site that was reached; empty ones where the loss does not depend on its outputs."""
+        weights = {name: seen.weights() for name, seen in self.outputs.items()}
+        weights |= {name: seen.weights(weights.get(name, Moments()).rows_O) for name, seen in self.lookups.items()}
+        for name, seen in weights.items():
+            if not all(torch.isfinite(t).all() for t in (seen.rows_O, seen.inputs_II) if t is not None):
+                raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
+        return {name: seen if _depends(seen) else Moments() for name, seen in weights.items()}
 
 
-def _checked(weights: dict[str, Moments]) -> dict[str, Moments]:
-    """Refuse weights that are not finite or all zero; those of sites that the loss does not depend on are left out."""
-    for name, seen in weights.items():
-        if not all(torch.isfinite(t).all() for t in (seen.rows_O, seen.inputs_II) if t is not None):
-            raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
-    if not any(_depends(seen) for seen in weights.values()):
+def check_depends(weights: dict[str, Moments]) -> dict[str, Moments]:
+    """Refuse weights of a whole plan that are all zero."""
+    if all(seen.rows_O is None for seen in weights.values()):
         raise DataError(
             "`loss` must depend on the matrices of the plan, but no batch gives any of them a gradient. Check what it "
             "is computed from, or leave it out."
         )
-    return {name: seen if _depends(seen) else Moments() for name, seen in weights.items()}
+    return weights
 
 
 def _depends(weights: Moments) -> bool:

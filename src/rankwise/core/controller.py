@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import SizeAccount
-from rankwise.core.distributed import DistributedGroup, checksum
+from rankwise.core.distributed import DistributedGroup, bit_sum, checksum
 from rankwise.core.gates import SELECT_UP_TO, FixedDtypeModule, Gate, Mask
+from rankwise.core.loading import ARGUMENTS, MADE_WITH, check_arguments
 from rankwise.core.loop_checks import ZeroGradDetector
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.optim import linear
@@ -74,6 +75,7 @@ class Controller(FixedDtypeModule, ABC):
     """
 
     steps: Tensor
+    made_with: Tensor
     learns = True
     """Whether training steps are needed before an export makes sense."""
 
@@ -92,6 +94,7 @@ class Controller(FixedDtypeModule, ABC):
         self.anneal_steps = anneal_steps
         self.schedule = schedule
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer(MADE_WITH, torch.zeros(len(ARGUMENTS), dtype=torch.long))
         self.layout = FlatLayout([matrix.gate.num_components for matrix in matrices])
         self._step, self._known_steps, self._device = 0, self._steps_version(), self.steps.device
         self._has_train_masks = self._has_eval_masks = False
@@ -109,6 +112,15 @@ class Controller(FixedDtypeModule, ABC):
     @property
     def gates(self) -> list[Gate]:
         return [matrix.gate for matrix in self.matrices]
+
+    def arguments(self) -> list[int]:
+        """The arguments that a resumed run must repeat, as `ARGUMENTS` names them."""
+        settings = zlib.crc32(repr(getattr(self, "settings", None)).encode())
+        return [self.limit, self.anneal_steps, getattr(self, "seed", 0) % 2**62, settings]
+
+    def note_arguments(self) -> None:
+        """Have a checkpoint hold them, so that a run with others can be told apart."""
+        self.made_with.copy_(torch.tensor(self.arguments()))
 
     @property
     def step(self) -> int:
@@ -299,8 +311,11 @@ class Controller(FixedDtypeModule, ABC):
         pieces = [torch.zeros_like(z) if z.grad is None else z.grad for z in masks]
         flat = torch.cat(pieces or [self.steps.new_zeros(0, dtype=torch.float)]) / grad_scale
         if num_ranks > 1:
-            flat = self.distributed.average(flat, self._step)
+            flat = self.distributed.average(flat, self._step, partial(bit_sum, self._trained()))
         return torch.where(torch.isfinite(flat).all(), flat, 0.0)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [weight for matrix in self.matrices for weight in matrix.parameters() if weight.requires_grad]
 
     def _fingerprints(self) -> dict[str, int]:
         """Numbers that must be the same on all ranks."""
@@ -333,6 +348,9 @@ class Controller(FixedDtypeModule, ABC):
         moments, saved = self._buffers.get("moments"), state_dict.get(f"{prefix}moments")
         if moments is not None and isinstance(saved, Tensor) and saved.shape[-1] != moments.shape[1]:
             self._buffers["moments"] = moments.new_zeros(saved.shape)
+        if self._loaded is not args[2]:
+            check_arguments(state_dict, prefix, self.arguments())
+        state_dict[f"{prefix}{MADE_WITH}"] = self.made_with.clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.is_loaded = True
         self.invalidate_masks()

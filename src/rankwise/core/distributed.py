@@ -91,9 +91,24 @@ class DistributedGroup:
         if not any(inside is module for inside in wrapper.module.modules()):
             return False
         self.is_wrapped = True
+        self._check_requested(wrapper.process_group)
         if self.requested is None:
             self.groups, self._agreed, self._steps = (wrapper.process_group,), False, None
         return True
+
+    def _check_requested(self, group: ProcessGroup) -> None:
+        """Refuse gates that learn from fewer processes than the weights do, or from others."""
+        if self.requested is None:
+            return
+        ranks = [] if self.requested is False else dist.get_process_group_ranks(self.requested)
+        around = dist.get_process_group_ranks(group)
+        if len(around) > 1 and not set(around) <= set(ranks):
+            asked = "process_group=False" if self.requested is False else f"a `process_group` of ranks {ranks}"
+            raise RankwiseError(
+                "Gates must be averaged over all processes that train the weights, but the pruner was made with "
+                f"{asked}, and `DistributedDataParallel` averages over ranks {around}. Leave `process_group` out: "
+                "the group of the wrapper is found."
+            )
 
     def find_mesh(self, parameters: Iterable[nn.Parameter]) -> None:
         """If no group is known, take that of sharded parameters (FSDP2); called between steps."""
@@ -132,33 +147,46 @@ class DistributedGroup:
             check_same(name, values)
         self._agreed = True
 
-    def average(self, flat: Tensor, step: int) -> Tensor:
-        """The mean of `flat` over all ranks, which must be at the same step.
+    def average(self, flat: Tensor, step: int, weights: Callable[[], Tensor | int] = int) -> Tensor:
+        """The mean of `flat` over all ranks, which must be at the same step and have the same `weights`.
 
         Every rank makes this one collective call in every step, whatever its state, so that no rank waits forever.
+        Steps are compared each time, and weights, as a number that the function returns, at steps 1, 2, 4, 8, ...
         """
-        steps = flat.new_zeros(self.size)
+        told = flat.new_zeros(2, self.size)
         # `fill_` because assignment would wait for the GPU
-        steps[self.rank].fill_(step % EXACT)
-        both = torch.cat([flat, steps])
+        told[0, self.rank].fill_(step % EXACT)
+        if step & (step - 1) == 0:
+            told[1, self.rank].fill_(weights() % EXACT)
+        both = torch.cat([flat, told.flatten()])
         self.sum(both)
-        flat, steps = torch.split(both, [len(flat), self.size])
-        # on a GPU the steps are checked one step later, when the copy has long arrived
-        on_host = steps.to("cpu", non_blocking=True)
+        flat, told = torch.split(both, [len(flat), told.numel()])
+        # on a GPU they are checked one step later, when the copy has long arrived
+        on_host = told.view(2, -1).to("cpu", non_blocking=True)
         self._steps = on_host, torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         if not flat.is_cuda:
             self.check_steps()
         return flat / self.size
 
     def check_steps(self) -> None:
-        """Raise if ranks were at different steps when they last averaged."""
+        """Raise if ranks were at different steps when they last averaged, and warn if they had different weights."""
         if self._steps is None:
             return
-        steps, event = self._steps
+        told, event = self._steps
         self._steps = None
         if event is not None:
             event.synchronize()
-        check_same("steps", [int(step) for step in steps])
+        steps, weights = told.long().tolist()
+        check_same("steps", steps)
+        if len(set(weights)) > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"All ranks must train the same weights, but those of {_first_two(weights)} differ in step "
+                f"{steps[0] + 1:,}: their gradients are not averaged. Call the model through "
+                "`DistributedDataParallel`, not the module inside of it; end `no_sync()` before the last "
+                "backward pass of a step; begin with the same weights on every rank.",
+                stacklevel=6,
+            )
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -189,6 +217,17 @@ def _first_two(values: Sequence[int]) -> str:
     """The first two ranks whose values differ."""
     other = next(i for i, value in enumerate(values) if value != values[0])
     return f"ranks 0 and {other}"
+
+
+def bit_sum(weights: Iterable[Tensor]) -> Tensor | int:
+    """The sum of the bits of weights as whole numbers, the same in any order; 0 where they are shards."""
+    sums: list[Tensor] = []
+    for weight in weights:
+        if mesh_of([weight]) is not None or not weight.is_floating_point():
+            return 0
+        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+        sums.append(weight.detach().contiguous().view(whole).sum(dtype=torch.long))
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else 0
 
 
 def checksum(*tensors: Tensor) -> int:

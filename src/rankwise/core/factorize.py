@@ -43,6 +43,18 @@ class Moments:
     """E[x0 x^T] with the inputs x0 of the dense model, where layers before the matrix are compressed already."""
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """G, damped when it is used: a damped copy in double precision would take twice its memory."""
+
+    outputs_OO: Tensor
+    damping: float
+
+    def root(self) -> Tensor:
+        """K with K K^T = G."""
+        return _square_root(_damped(self.outputs_OO, self.damping))
+
+
 def same_size_rank(shape: tuple[int, int]) -> int:
     """The rank at which P and Q hold as many parameters as W.  Paper: r = d1 d2 / (d1 + d2)."""
     return max(1, shape[0] * shape[1] // sum(shape))
@@ -131,7 +143,7 @@ def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None, dam
 
 
 def _factors(
-    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+    weight: Tensor, rank: int, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """P, Q and energy. If all inputs were zero, the factors are those of W alone, and their energy is zero."""
     is_zero = inputs_II is not None and _is_zero(inputs_II)
@@ -146,7 +158,7 @@ def _is_zero(inputs_II: Tensor) -> bool:
 
 
 def _from_inputs(
-    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+    weight: Tensor, rank: int, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gram, right = _input_gram(weight, rows_O, inputs_II, damping)
     energy, vectors, d = _largest(gram, rank)
@@ -157,20 +169,20 @@ def _from_inputs(
 
 
 def _from_outputs(
-    weight: Tensor, rank: int, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+    weight: Tensor, rank: int, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gram, weighted = _output_gram(weight, rows_O, inputs_II, damping)
     energy, vectors, d = _largest(gram, rank)
     p_OR = vectors * d
-    if rows_O is not None and rows_O.dim() == 2:
-        p_OR = torch.linalg.solve_triangular(_square_root(rows_O).t(), p_OR, upper=True)
+    if isinstance(rows_O, _Whole):
+        p_OR = torch.linalg.solve_triangular(rows_O.root().t(), p_OR, upper=True)
     elif rows_O is not None:
         p_OR = p_OR / rows_O.sqrt().unsqueeze(1)
     return p_OR, (vectors / d).t() @ weighted, energy
 
 
 def _input_gram(
-    weight: Tensor, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+    weight: Tensor, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor | None]:
     """L^T W^T F W L, and L."""
     gram = _gram(weight, rows_O)
@@ -179,12 +191,12 @@ def _input_gram(
 
 
 def _output_gram(
-    weight: Tensor, rows_O: Tensor | None, inputs_II: Tensor | None, damping: float
+    weight: Tensor, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor]:
     """F^(1/2) W C W^T F^(1/2), and F^(1/2) W."""
     weighted = weight.double()
-    if rows_O is not None and rows_O.dim() == 2:
-        weighted = _square_root(rows_O).t() @ weighted
+    if isinstance(rows_O, _Whole):
+        weighted = rows_O.root().t() @ weighted
     elif rows_O is not None:
         weighted = weighted * rows_O.sqrt().unsqueeze(1)
     spread = weighted if inputs_II is None else _times_damped(weighted, inputs_II, damping)
@@ -199,11 +211,11 @@ def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return energy, vectors, energy.clamp(min=max(1e-14 * float(energy[:1].sum()), 1e-30)).pow(0.25)
 
 
-def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
+def _gram(weight_OI: Tensor, rows_O: Tensor | _Whole | None) -> Tensor:
     """W^T G W in double precision."""
-    if rows_O is not None and rows_O.dim() == 2:
+    if isinstance(rows_O, _Whole):
         weight = weight_OI.double()
-        return weight.t() @ (rows_O @ weight)
+        return _times_damped(weight.t(), rows_O.outputs_OO, rows_O.damping) @ weight
     total = torch.zeros(weight_OI.shape[1], weight_OI.shape[1], dtype=torch.float64, device=weight_OI.device)
     for start in range(0, len(weight_OI), WEIGHT_ROWS):
         part = weight_OI[start : start + WEIGHT_ROWS].double()
@@ -212,10 +224,10 @@ def _gram(weight_OI: Tensor, rows_O: Tensor | None) -> Tensor:
     return total
 
 
-def _damped_rows(moments: Moments, damping: float) -> Tensor | None:
+def _damped_rows(moments: Moments, damping: float) -> Tensor | _Whole | None:
     """G if it is known, otherwise its diagonal, damped."""
     if moments.outputs_OO is not None and bool(moments.outputs_OO.diagonal().any()):
-        return _damped(moments.outputs_OO, damping)
+        return _Whole(moments.outputs_OO, damping)
     rows_O = moments.rows_O
     if rows_O is None or not (rows_O.double().mean() > 0):
         return None

@@ -226,6 +226,8 @@ class HardConcreteGate(Gate):
         self.distribution = distribution or HardConcrete()
         start = self.distribution.alpha(open_probability)
         self.register_buffer("alpha", torch.full((num_components,), start))
+        self.worth: Tensor | None = None
+        """What each component is worth per parameter, where that is known before training."""
         self.z = torch.ones(num_components).requires_grad_()
 
 

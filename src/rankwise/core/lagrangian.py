@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.core.allocation import global_allocation
+from rankwise.core.allocation import blended_allocation, global_allocation
 from rankwise.core.budget import CostCurve, SizeAccount
 from rankwise.core.controller import Controller, FlatLayout
 from rankwise.core.gates import HardConcrete, HardConcreteGate
@@ -36,6 +36,10 @@ QUADRATIC_RANGE = (10.0, 1e4)
 """Weight of the quadratic term at the start and at the end of the ramp (committed recipe)."""
 DEFAULT_TRAVEL = 50.0
 """`gate_lr` times `anneal_steps` by default: about how far Adam can move an alpha along the ramp."""
+WORTH_TRAVEL = 4.0
+"""The same where gates start by what components are worth, and only those near the limit have to move."""
+SHARPNESS = 2.0
+"""How alpha grows with the logarithm of what a component is worth, where gates start by it."""
 MIN_TRAVEL = 15.0
 """Below this, gates cannot move from surely open to surely closed, and a warning says so."""
 ROUNDING = 1e-3
@@ -60,7 +64,8 @@ class Lagrangian:
     multiplier_lr: float = 1e-2
     """Adam's learning rate for the multipliers, which ascend."""
     recipe: Literal["committed", "published"] = "committed"
-    """"committed" is ours, "published" the paper's; see the top of this file."""
+    """"committed" is ours, "published" the paper's, in which
+    both multipliers rise by gradient ascent alone, and which can miss the size."""
     open_probability: float = 0.9999
     """P(z > 0) at the start: almost one, so that gating does not ruin trained weights."""
     temperature: float = 1.0
@@ -165,6 +170,7 @@ class LagrangianController(Controller):
         self.seed = seed
         self.distribution = settings.distribution
         self.size_of = ExpectedSize(account.curves, self.layout)
+        self.starts_by_worth, self.alpha_lr = False, settings.alpha_lr
         self._slope = torch.empty(0)
         """dz / dalpha of the current masks."""
         self._bound: OpenCountBound | None = None
@@ -179,6 +185,29 @@ class LagrangianController(Controller):
     @property
     def is_frozen(self) -> bool:
         return self.settings.recipe == "committed" and self.step >= self.anneal_steps
+
+    def start_by_worth(self) -> None:
+        """Start at the final size, with the components open that are worth most.
+
+        Ranks are between even ones and those of one-shot compression, which takes too much from matrices whose loss
+        training repairs (docs/log/methods.md). alpha is `SHARPNESS` times the logarithm of a component's worth against
+        that of the last one of its matrix, plus a number by which the expected size is the limit: so what is near the
+        limit is undecided, and training decides it.
+        """
+        self.starts_by_worth, self.schedule = True, lambda step, num_steps: 1.0
+        if self.settings.gate_lr is None:
+            self.alpha_lr = WORTH_TRAVEL / self.anneal_steps
+        known = [gate.worth for gate in self.gates if gate.worth is not None]
+        worths = [worth.double().clamp(min=1e-9 * float(worth.max()) + 1e-300).log() for worth in known]
+        counts = blended_allocation(worths, self.account.curves, self.limit - self.account.fixed)
+        last = [(w[max(k - 1, 0)] + w[min(k, len(w) - 1)]) / 2 for w, k in zip(worths, counts, strict=True)]
+        order = SHARPNESS * torch.cat([worth - cut for worth, cut in zip(worths, last, strict=True)])
+        low, high, bounds = float(-order.max()) - 20, float(-order.min()) + 20, self._alpha_range()
+        for _ in range(60):
+            middle = (low + high) / 2
+            alpha = (order + middle).clamp(*bounds)
+            low, high = (middle, high) if self.gap(alpha) < 0 else (low, middle)
+        self.layout.scatter(alpha.to(self.gates[0].alpha), [gate.alpha for gate in self.gates])
 
     def alpha(self) -> Tensor:
         """alpha of all gates as one flat vector."""
@@ -240,7 +269,7 @@ class LagrangianController(Controller):
 
         Adam bounds how far an update moves alpha, and z increases with alpha. So the host never waits for the counts.
         """
-        highest = alpha + (self.settings.alpha_lr * AdamState.max_direction() + ROUNDING)
+        highest = alpha + (self.alpha_lr * AdamState.max_direction() + ROUNDING)
         if self.settings.recipe == "committed":
             highest = highest.clamp(*self._alpha_range())
         can_open = self.distribution.sample(highest, self.noise(ahead=1)) > 0
@@ -282,7 +311,7 @@ class LagrangianController(Controller):
         with torch.no_grad():
             # dL/dalpha = dL/dz dz/dalpha, plus the gradient of the penalty
             grad = torch.addcmul(of_penalty, grad, self._slope)
-            alpha = alpha - self.settings.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
+            alpha = alpha - self.alpha_lr * AdamState.direction(self.moments, grad, self.step + 1)
             if committed:
                 alpha = alpha.clamp(*self._alpha_range())
                 if self.step + 1 == self.anneal_steps:
@@ -304,7 +333,8 @@ class LagrangianController(Controller):
         p = self.distribution.open_probability(self.alpha())
         low, high = UNDECIDED_RANGE
         undecided = float(((p > low) & (p < high)).double().mean())
-        if undecided > MAX_UNDECIDED:
+        # what is undecided was near the limit from the start
+        if undecided > MAX_UNDECIDED and not self.starts_by_worth:
             warnings.warn(
                 f"{undecided:.0%} of the gates had not decided when the ramp ended, so the choice of components is "
                 "poor. Raise `anneal_steps` or `gate_lr`.",

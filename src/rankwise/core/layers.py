@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.core.exports import Export
+from rankwise.core.loading import check_layer
 from rankwise.core.matrices import GatedMatrix
 from rankwise.core.plan import Site, bias_of, get_module, words_of
 from rankwise.core.sharding import gathered, host_copies, is_first_rank, is_sharded, mesh_of, reshard, to_meta
@@ -54,8 +55,17 @@ class GatedLayer(nn.Module, ABC):
             _WEIGHTS[key] = known = lazy_weight(self.matrix.gathered_weight, self.matrix.shape, like)
         return known
 
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        raise RankwiseError(
+            "A gated layer stores a gated matrix in place of `weight`, which cannot be set. Set or tie weights before "
+            "the Pruner, or in what `compact()` returns."
+        )
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; refuses what tensor parallelism would make of a weight."""
+        """As of any module; refuses a weight, and what tensor parallelism would make of one."""
+        if name == "weight":
+            self.weight = param  # type: ignore[assignment]
         before = self._parameters.get(name)
         is_split = name.startswith("matrix.") or (before is not None and not is_sharded(before))
         if param is not None and is_sharded(param) and is_split:
@@ -65,12 +75,16 @@ class GatedLayer(nn.Module, ABC):
             )
         super().register_parameter(name, param)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        check_layer(state_dict, prefix, args[4])
+
     @abstractmethod
     def plain(self, export: Export, memo: dict[int, object]) -> nn.Module:
         """The layer of the compact model that takes this one's place; `memo` is that of the copy being made."""
 
 
-class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock layer stores its weight
+class GatedLinear(GatedLayer, nn.Linear):
     """y = x W^T + bias."""
 
     def __init__(self, matrix: GatedMatrix, bias: nn.Parameter | None) -> None:
@@ -98,7 +112,7 @@ class GatedLinear(GatedLayer, nn.Linear):  # type: ignore[override]  # a stock l
         return export.as_linear(copy.deepcopy(self.bias, memo))
 
 
-class GatedEmbedding(GatedLayer, nn.Embedding):  # type: ignore[override]
+class GatedEmbedding(GatedLayer, nn.Embedding):
     """Rows of W, by index, scaled as the table did that stood here."""
 
     def __init__(self, matrix: GatedMatrix, padding_idx: int | None, scaling: nn.Embedding | None = None) -> None:

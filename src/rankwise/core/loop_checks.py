@@ -1,7 +1,5 @@
 """What a user's training loop may do that gates must notice.
 
-An optimizer that was built before the model was gated holds the old weights and trains no new ones.
-
 `optimizer.zero_grad()` without a step discards the gradients of a batch, but does not know z, whose gradients would be
 added to those of the next batch. So before a backward pass adds anything to z, it checks whether the gradients that the
 last pass left in weights are still there. If they are gone, the gradients of z are cleared too.
@@ -10,9 +8,10 @@ last pass left in weights are still there. If they are gone, the gradients of z 
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,111 +28,6 @@ from rankwise.swap import is_fully_sharded
 
 if TYPE_CHECKING:
     from rankwise.core.controller import Controller
-
-
-class StaleOptimizerCheck:
-    """Remembers the weights of a model before it is gated, and before it is sharded, without keeping them alive.
-
-    No counter tells whether a weight is trained: fused optimizers, kernels, CUDA graphs and copies into `.data` leave
-    `_version` as it is, and a learning rate of zero changes no value. So the check looks for who holds the weights.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
-        self._gated: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        """The weights of the gated model, in whose place `fully_shard` puts others."""
-        self._sums: list[Tensor] | None = None
-        """The sums of the new weights at the first step."""
-
-    def note_gated(self, model: nn.Module) -> None:
-        """Remember the weights of the gated model too."""
-        self._gated = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
-
-    def check(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> None:
-        """Raise at the second step if an optimizer holds old weights, none holds a new one, and none has changed.
-
-        Once that is known not to be so, or no old weight is alive, later steps check nothing.
-        """
-        if not self._before:
-            return
-        alive = [(name, weight) for name, ref in self._before if (weight := ref()) is not None]
-        gated = [(name, weight) for name, ref in self._gated if (weight := ref()) is not None]
-        present = {id(parameter) for parameter in model.parameters()}
-        old = {id(weight): name for name, weight in (*alive, *gated) if id(weight) not in present}
-        if not old:
-            self._before = []
-            return
-        known = {id(weight) for _, weight in alive}
-        weights = [parameter for matrix in matrices for parameter in matrix.parameters() if parameter.requires_grad]
-        new = [parameter for parameter in weights if id(parameter) not in known]
-        if not new or not _have_gradients(matrices):
-            return
-        if self._sums is None:
-            self._sums = _sums(new)
-            return
-        # an optimizer that is no longer referenced may still wait for the garbage collector
-        if not (_held(old, new) and gc.collect() >= 0 and (held := _held(old, new)) and _are_equal(self._sums, new)):
-            self._before, self._sums = [], None
-            return
-        by = "`fully_shard`" if set(held) & {name for name, _ in gated} else "the pruner"
-        raise RankwiseError(
-            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that {by} replaced "
-            f"({listed(held)}); those in their place have not changed since the last `pruner.step()`. Build the "
-            "optimizer after the Pruner, and after `fully_shard` if you use it, from `pruner.weight_parameters()`. To "
-            "train the gates alone, freeze the weights with `requires_grad_(False)`."
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy gets an optimizer of its own, and weak references cannot be pickled
-        return {"_before": [], "_gated": [], "_sums": None}
-
-
-def check_loss_scale() -> None:
-    """Refuse to take gradients as they are where a `GradScaler` is in use: z is in no optimizer that it unscales."""
-    # one that is no longer referenced may still wait for the garbage collector
-    if _loss_scales() and gc.collect() >= 0 and (scales := _loss_scales()):
-        raise RankwiseError(
-            f"`grad_scale` must be given where losses are scaled, but is not, and a GradScaler scales them by "
-            f"{max(scales):g}. Call `pruner.step(grad_scale=scale)` with `scale = scaler.get_scale()` from before "
-            "`scaler.update()`; pass grad_scale=1.0 if the scaler belongs to another model."
-        )
-
-
-def _loss_scales() -> list[float]:
-    """The scales of every `GradScaler` that has scaled a loss."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
-    # the scale is made when a loss is scaled for the first time
-    scales = [each.get_scale() for each in found if each.is_enabled() and each._scale is not None]
-    return [scale for scale in scales if scale != 1.0]
-
-
-def _have_gradients(matrices: Sequence[GatedMatrix]) -> bool:
-    """Whether a backward pass has reached a matrix; `zero_grad()` may have cleared its weights, but not z."""
-    tensors = (tensor for matrix in matrices for tensor in (*matrix.parameters(), matrix.gate.z))
-    return any(tensor is not None and tensor.grad is not None for tensor in tensors)
-
-
-def _held(old: dict[int, str], new: Sequence[nn.Parameter]) -> list[str]:
-    """The names of old weights that optimizers hold; none if an optimizer holds a new weight."""
-    # `type(each)`, because `isinstance` may run an object's own code
-    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    return [] if any(id(parameter) in held for parameter in new) else [old[i] for i in old if i in held]
-
-
-def _sums(weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The sum of each weight, or of this process's shard of it."""
-    parts = (getattr(weight, "_local_tensor", weight).detach() for weight in weights)
-    return [part.sum(dtype=torch.float64) for part in parts]
-
-
-def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
-    now = _sums(weights)
-    # NaN that stays NaN has not changed
-    return len(before) == len(now) and all(
-        torch.equal(a.to(b.device).nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True)
-    )
 
 
 class GatedStructure:
@@ -217,7 +111,7 @@ class ZeroGradDetector:
         self._lasting: set[nn.Parameter] | None = None
         """Parameters whose gradient tensor stays from step to step, zeroed in place or never. None while unknown."""
         self._is_sharded = False
-        self._has_checked_averages = False
+        self._has_checked_averages = self._has_checked_clearing = False
 
     def __reduce__(self) -> tuple[type[ZeroGradDetector], tuple[()]]:
         # a copy of the model has other tensors to watch
@@ -256,6 +150,7 @@ class ZeroGradDetector:
         tensors = [gate.z for gate in controller.gates if gate.z is not None and gate.z.grad is not None]
         self._is_first_pass = not tensors
         if self._is_first_pass:
+            self._check_cleared(controller, matrix)
             return
         watched = [(weight, left) for weight, left in self._left if weight not in (self._lasting or ())]
         is_gone = bool(watched) and all(weight.grad is None or weight.grad is not left() for weight, left in watched)
@@ -270,6 +165,25 @@ class ZeroGradDetector:
             self._is_first_pass = True
             for z in tensors:
                 z.grad = None
+
+    def _check_cleared(self, controller: Controller, matrix: GatedMatrix) -> None:
+        """Warn in the second step if the gradients of the first are still there: it was taken within a batch."""
+        if self._has_checked_clearing or not self._left:
+            return
+        self._has_checked_clearing = True
+        stayed = all(weight.grad is not None and weight.grad is left() for weight, left in self._left)
+        if (
+            stayed
+            and not self._is_sharded
+            and len(controller.matrices) > 1
+            and _any_nonzero(controller.matrices, matrix)
+        ):
+            warnings.warn(
+                "`pruner.step()` must be called where `optimizer.step()` is, but the gradients of the last one were "
+                "not cleared. If you accumulate gradients, call both after the last part of a batch, and then "
+                "`optimizer.zero_grad()`.",
+                stacklevel=2,
+            )
 
     def _after_backward(self, controller: Controller | None) -> None:
         """Remember the gradients that this backward pass leaves."""

@@ -27,6 +27,7 @@ from rankwise.core.exports import (
     rounding_error,
 )
 from rankwise.core.gates import Gate, LoadedOnce, Mask
+from rankwise.core.loading import check_gates
 from rankwise.core.sharding import full_tensor, is_sharded
 from rankwise.errors import RankwiseError
 from rankwise.kernels.linear import linear, pair_linear
@@ -43,6 +44,11 @@ class GatedMatrix(LoadedOnce, ABC):
         self.gate = gate
         self.cost_curve = cost_curve
         """What exporting k components costs."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if self._loaded is not args[4]:
+            check_gates(args[0], args[1], self.gate, args[6])
+        super()._load_from_state_dict(*args)
 
     @abstractmethod
     def linear(self, x_BI: Tensor, bias_O: Tensor | None) -> Tensor:

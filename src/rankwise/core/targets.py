@@ -5,10 +5,10 @@ The numbers of "cuda" were measured on an H200 with decoders of width 4096 (`ben
 extrapolated from half and 70% of the dense parameters, it is as fast as dense between 70% (token by token) and 100%
 (prefill).
 
-Those of "onnx" and "openvino" were measured on a core of an AMD EPYC with layers of 768 to 3072 features
-(`benchmarks/targets.py`): multiples of 8 gain 1 to 4%, and a pair is faster than dense up to 95% of its parameters, in
-OpenVINO with many tokens up to 90%. torch on a CPU takes any rank, as the paper does, though multiples of 8 gain a
-tenth there with many tokens: pass `rank_multiple=8`.
+Those of "cpu", "onnx" and "openvino" were measured on a core of an AMD EPYC with layers of 768 to 3072 features
+(`benchmarks/targets.py`): multiples of 8 gain a tenth in torch with many tokens and 1 to 4% in the engines, and a pair
+is faster than dense up to 95% of its parameters, in OpenVINO with many tokens up to 90%. Matrices of a full rank below
+64 take any rank, as all do in the paper: `rank_multiple=1`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rankwise.core.placement import device_of
 from rankwise.errors import RankwiseError, nearest
 
 
@@ -50,7 +51,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("cuda", alignment=8, largest_multiple=64, faster_below=0.8),
-        Target("cpu"),
+        Target("cpu", largest_multiple=8),
         Target("onnx", largest_multiple=8),
         Target("openvino", largest_multiple=8, faster_below=0.9),
         Target("size", layout="pivot"),
@@ -68,8 +69,7 @@ def find_target(target: str | Target | None, model: nn.Module) -> Target:
     if isinstance(target, Target):
         return target
     if target is None:
-        parameter = next(model.parameters(), None)
-        return TARGETS["cpu"] if parameter is None else device_target(parameter.device)
+        return TARGETS["cpu"] if next(model.parameters(), None) is None else device_target(device_of(model))
     if target not in TARGETS:
         names = ", ".join(TARGETS)
         raise RankwiseError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, CostCurve, SizeAccount
-from rankwise.core.calibrate import second_moments
+from rankwise.core.calibrate import Loss, loss_weights, second_moments, weighed
 from rankwise.core.controller import Controller
 from rankwise.core.factorize import Factors, Moments, random, svd, svd_energy, svd_of_pair
 from rankwise.core.gates import Gate
@@ -31,20 +31,30 @@ class Factorizer:
     """Whether P Q approximates the matrix; otherwise the factors are random."""
     moments: Mapping[str, Moments] = field(default_factory=dict)
     """Calibration statistics by the name of a site, if there are any."""
+    is_weighed: bool = False
+    """Whether energies are in units of a loss, so that those of different sites can be compared."""
 
 
 def make_factorizer(
-    init: str, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int
+    init: str, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int, loss: Loss | None = None
 ) -> Factorizer:
-    """Factors by `Pruner(init=)`: the SVD of the weights, whitened if there is `calibration` data, or random ones."""
+    """Factors by `Pruner(init=)`: the SVD of the weights, whitened if there is `calibration` data, or random ones.
+
+    With `loss`, errors of outputs are weighed by what they cost it.
+    """
     if init == "random":
         generator = torch.Generator().manual_seed(seed)
         return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps_weight=False)
-    moments = second_moments(model, plan, calibration) if calibration is not None else {}
+    batches = None if calibration is None else list(calibration)
+    moments = {} if batches is None else second_moments(model, plan, batches)
+    if batches is not None and loss is not None:
+        weights = loss_weights(model, plan, batches, loss)
+        moments = {name: weighed(found, weights.get(name)) for name, found in moments.items()}
     return Factorizer(
         lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)),
         keeps_weight=True,
         moments=moments,
+        is_weighed=loss is not None,
     )
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from rankwise.core.allocation import uniform_allocation
-from rankwise.core.budget import SizeAccount
+from torch import nn
+
+from rankwise.core.allocation import uniform_allocation, value_per_parameter
+from rankwise.core.budget import CostCurve, SizeAccount
 from rankwise.core.controller import Controller, FixedController
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate
 from rankwise.core.lagrangian import Lagrangian, LagrangianController
 from rankwise.core.magnitude import GradualPruning, MagnitudeController
-from rankwise.core.matrices import GatedMatrix
-from rankwise.core.plan import Site
-from rankwise.methods.base import Method
+from rankwise.core.matrices import FactorizedMatrix, GatedMatrix
+from rankwise.core.plan import Site, Source
+from rankwise.errors import InvalidValueError
+from rankwise.methods.base import Factorizer, Method
 from rankwise.methods.representations import Factorized, GatedComponents, InputFeatures, SingleWeights
 
 
@@ -78,6 +82,39 @@ class FlopL0(GatedComponents, LearnedGates):
     """Rank-1 components behind learned gates."""
 
     name = "flop-l0"
+    start: Literal["open", "worth"] | None = None
+    """How gates start: all "open", while the target falls from the dense size; or by what components are "worth", at
+    the final size, between even ranks and those of one-shot compression. Then a twentieth of the steps is enough for
+    `anneal_steps`. Default: "worth" with `Pruner(loss=...)`, by which it is known, and "open" without."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start not in (None, "open", "worth"):
+            raise InvalidValueError(f'`start` must be "open" or "worth", but is {self.start!r} instead.')
+
+    def make_matrix(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
+        if self.start == "worth" and not factorizer.is_weighed:
+            raise InvalidValueError(
+                '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass '
+                '`calibration`, `loss` and init="whitened".'
+            )
+        if self.start == "open" or not factorizer.is_weighed:
+            return super().make_matrix(site, source, gate, curve, factorizer)
+        assert isinstance(gate, HardConcreteGate)
+        made = factorizer.make(site, source, gate.num_components)
+        gate.worth = value_per_parameter(made.energy_R, curve).to(made.energy_R.device)
+        p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
+        return FactorizedMatrix(p, q, gate, curve)
+
+    def make_controller(
+        self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
+    ) -> Controller:
+        controller = LagrangianController(matrices, account, limit, self, seed=seed)
+        if any(gate.worth is not None for gate in controller.gates):
+            controller.start_by_worth()
+        return controller
 
 
 @dataclass(frozen=True, kw_only=True)

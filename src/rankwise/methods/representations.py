@@ -31,7 +31,7 @@ class Factorized(Method):
 
     layout: Literal["pair", "pivot"] = "pair"
     """How an O x I matrix of rank r is exported: as two factors, r (O + I) numbers, or as r of its rows and the
-    coefficients of the others, r (O + I - r) numbers (`rankwise.core.exports`)."""
+    coefficients of the others, r (O + I - r) numbers."""
 
     def __post_init__(self) -> None:
         # the checks of the gating, if it has any
