@@ -13,7 +13,7 @@ from peer import released_sru
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.bench import ENGINES, BenchConfig, Engine, bench, engine, remarks
+from rankwise.deploy.bench import ENGINES, BenchConfig, Engine, bench, engine, remarks, summary
 from rankwise.deploy.quantize import can_multiply_bfloat16
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -106,6 +106,10 @@ def test_nothing_is_slower_than_dense_of_its_precision_without_a_line(times: lis
         if compact > 1.03 * dense
     ]
     assert [line.partition(" than")[0] for line in said] == expected
+    # in one sentence, too
+    (slower,) = [text for text in summary(rows).split(". ") if "Slower" in text] or [""]
+    assert all(f"{line.removesuffix(' is slower')} than dense in" in slower for line in expected)
+    assert slower.count("(1 of 1 cases") == len(expected)
 
 
 def test_on_a_gpu_bfloat16_is_judged_against_the_dense_model_in_bfloat16() -> None:

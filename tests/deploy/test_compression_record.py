@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rankwise as rw
+from rankwise.cli.app import run
 from rankwise.deploy.compress import SavedModel, compress_folder
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
@@ -35,6 +36,19 @@ def test_ranks_and_sizes_are_those_of_the_saved_model(layout: str, tmp_path: Pat
         assert left == (kept * per_rank if "rank" in layers[name] else whole)
     gone = sum(whole - left for whole, left in record["matrices"].values())
     assert before - gone == made.exported
+
+
+def test_report_prints_size_and_speed_of_a_compressed_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    source = SavedModel(TransformerXL(CONFIG), None, {}, lambda: rw.load(tmp_path / "small"))
+    made = compress_folder(source, rw.Budget(removed=0.3), tmp_path / "small", device="cpu")
+    assert run(["report", str(tmp_path / "small")]) == 0
+    title, dense, small = capsys.readouterr().out.splitlines()
+    assert (f"{made.dense:,}" in dense, f"{made.exported:,}" in small) == (True, True)
+    assert f"{made.removed:.1%}" in small
+    assert "valid" not in title
 
 
 def test_a_folder_with_its_record_can_be_replaced_and_loaded(tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_a_size_of_one_is_fixed_and_the_others_are_open(format: str, tmp_path: P
         run(tokens_BT=torch.randint(0, 20, (2, 4)), state_LBD=torch.randn(2, 2, 12))
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_a_recurrence_in_onnx_reads_texts_of_any_length(int8: bool, tmp_path: Path) -> None:
+    """A loop has one step: the file of a long example is as small as that of a short one."""
+    model, onnx = sru(), engine("onnx")
+    if not onnx.has_loops():
+        pytest.skip("this version of torch writes no loops")
+    short, long = (onnx.export(model, example_inputs(model, 2, n), tmp_path / str(n), int8=int8) for n in (3, 40))
+    assert long.shapes == {"tokens_BT": ["n0", "n1"], "state_LBD": [2, "n0", 12]}
+    assert long.bytes < 1.1 * short.bytes
+    inputs = example_inputs(model, 3, 9)
+    for found, expected in zip(onnx.load(long.folder)(**inputs).values(), outputs(model, inputs), strict=True):
+        assert difference(found, expected) < (0.1 if int8 else 1e-5)
+
+
 def test_a_batch_that_cannot_be_one_is_compared_with_a_larger_one(tmp_path: Path) -> None:
     model = transformer_xl()
     made = engine("pt2").export(model, example_inputs(model, 2, 4), tmp_path / "out")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.deploy.compress import Data, Listener, Source, compress_folder
 from rankwise.deploy.compressed import Compressed, milliseconds
-from rankwise.deploy.inputs import ERROR, MUCH, Calibration, KeptBack, SpecialTokens, read_windows, text_windows
+from rankwise.deploy.documents import SpecialTokens
+from rankwise.deploy.inputs import ERROR, MUCH, Calibration, KeptBack, read_windows, text_windows
 from rankwise.errors import DataError
 from rankwise.oneshot import loss_of_choices
 

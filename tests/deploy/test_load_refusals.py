@@ -119,6 +119,7 @@ def edited(folder: Path, **changes: Any) -> None:
             {"version": 7, "rankwise": "9.1"},
             "must be version 2 at most, but is version 7, written by rankwise 9.1. Upgrade",
         ),
+        ({"version": 7, "rankwise": "9" * 5_000}, r"written by rankwise 9{37}\.\.\.\. Upgrade rankwise\.$"),
         ({"format": "other"}, "must say that a rankwise model is here, but does not. Give a folder that"),
         ({"version": "1"}, "must say that a rankwise model is here"),
         ({"version": 0}, "is damaged: its version is 0"),

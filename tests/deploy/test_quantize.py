@@ -21,7 +21,7 @@ from rankwise.kernels.int8 import Int8Linear
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.stream import open_stream
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
-from rankwise.modules import LowRankHead
+from rankwise.modules import LowRankEmbedding, LowRankHead, PivotLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no instructions")
 
@@ -45,14 +45,16 @@ def rounded(x_NI: Tensor) -> tuple[Tensor, Tensor]:
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 40), inputs=st.integers(1, 300), outputs=st.integers(1, 70), bias=st.booleans(),
-    size=st.sampled_from([1e-3, 1.0, 1e4]),
+    size=st.sampled_from([1e-3, 1.0, 1e4]), transposed=st.booleans(),
 )  # fmt: skip
 def test_a_layer_multiplies_rounded_inputs_by_rounded_weights(
-    fast: bool, rows: int, inputs: int, outputs: int, bias: bool, size: float
+    fast: bool, rows: int, inputs: int, outputs: int, bias: bool, size: float, transposed: bool
 ) -> None:
     if fast and not int8_layer.can_multiply_bytes():
         pytest.skip("this processor has no instructions for int8")
     layer = nn.Linear(inputs, outputs, bias=bias)
+    if transposed:
+        layer.weight = nn.Parameter(torch.randn(inputs, outputs).t())
     x_NI = size * torch.randn(rows, inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(int8_layer, "can_multiply_bytes", lambda: fast)
@@ -119,14 +121,26 @@ def test_a_layer_that_is_used_twice_stays_one() -> None:
     assert isinstance(alone, Int8Linear)
 
 
-def test_a_layer_whose_weight_is_read_elsewhere_stays_as_it_is() -> None:
-    table, projection = nn.Embedding(7, 3), nn.Linear(3, 8, bias=False)
-    head = LowRankHead(table, projection)
-    small = int8(nn.Sequential(nn.Linear(8, 8), head))
-    h_BD = torch.randn(2, 8)
-    assert small(h_BD).shape == (2, 7)
-    assert isinstance(small[1], LowRankHead)
-    assert torch.equal(small[1](h_BD), head(h_BD))
+@pytest.mark.parametrize("make", [int8, bfloat16])
+@pytest.mark.parametrize("tokens", [1, 10**6])
+@pytest.mark.parametrize("pivot", [False, True], ids=["pair", "pivot"])
+def test_a_tied_head_of_low_rank_is_rounded_and_its_embedding_is_not(
+    make: Callable[..., nn.Module], tokens: int, pivot: bool
+) -> None:
+    """With few tokens it is one product, with many it is two; words are looked up as before."""
+    torch.manual_seed(0)
+    projection = (
+        PivotLinear(nn.Parameter(torch.randn(12, 20)), torch.randperm(32)) if pivot else nn.Linear(20, 32, False)
+    )
+    table = LowRankEmbedding(nn.Embedding(70, 20), projection)
+    head = LowRankHead(*table.factors, nn.Parameter(torch.randn(70)))
+    small = make(nn.ModuleList([table, head]), tokens=tokens)
+    assert not any(type(module) in (nn.Linear, LowRankHead) for module in small.modules())
+    assert sum(isinstance(module, Int8Linear | BFloat16Linear) for module in small[1].modules()) == 1 + (tokens > 1)
+    assert torch.equal(small[0][0].weight, table[0].weight)
+    h_BD = torch.randn(5, 32)
+    want_BN = head(h_BD).detach()
+    assert 0 < float((small[1](h_BD) - want_BN).norm() / want_BN.norm()) < 0.03
 
 
 def test_code_that_asks_for_a_dtype_gets_that_of_the_activations() -> None:

@@ -243,7 +243,9 @@ def test_overwrite_replaces_a_saved_model(tmp_path: Path, small: nn.Module) -> N
 
 def test_an_existing_folder_is_refused(tmp_path: Path, small: nn.Module) -> None:
     save(small, tmp_path / "small")
-    with pytest.raises(rw.CheckpointError, match="`folder` must be new, but .*small exists. .*overwrite=True"):
+    with pytest.raises(
+        rw.CheckpointError, match=r"`folder` \(--out\) must be new, but .*small exists. .*overwrite=True"
+    ):
         save(mlp(), tmp_path / "small")
     assert_same(load(tmp_path / "small", mlp()), small, features())
 
@@ -374,7 +376,7 @@ def test_a_model_that_lost_its_name_to_a_killed_save_gets_it_back(tmp_path: Path
     assert run(tmp_path, code).returncode == -9
     with pytest.raises(rw.CheckpointError, match=r"killed while it took the place of .*\.small\.\w{8}\.old: rename"):
         load(tmp_path / "small", mlp())
-    with pytest.raises(rw.CheckpointError, match="`folder` must be new, but .*small exists"):
+    with pytest.raises(rw.CheckpointError, match=r"`folder` \(--out\) must be new, but .*small exists"):
         save(nn.Linear(10, 10), tmp_path / "small")
     assert_same(load(tmp_path / "small", mlp()), small, features())
     assert os.listdir(tmp_path) == ["small"]

@@ -15,8 +15,10 @@ import rankwise as rw
 import rankwise.hf
 from rankwise.cli.app import run
 from rankwise.deploy.inputs import model_class
+from rankwise.files import LARGEST_JSON
 from rankwise.hf.bounds import WHOLE
-from rankwise.hf.loading import empty_model, load_model
+from rankwise.hf.loading import PretrainedModel, empty_model, load_config, load_model
+from rankwise.lab.tasks import pretrained
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,39 @@ def test_a_few_more_layers_than_were_saved_stop_the_building(folder: Path) -> No
         empty_model(str(folder))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "read",
+    [load_model, empty_model, load_config, pretrained.load_config, hf.BertForSequenceClassification.from_pretrained],
+)
+def test_a_longer_configuration_than_any_is_refused_before_transformers_reads_it(
+    read: Any, name: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be read whole: 64 GiB of a file without content took all memory of a machine."""
+    folder = Path(shutil.copytree(folders / "small", tmp_path / "small"))
+    with (folder / name).open("a") as file:
+        file.write(" " * (LARGEST_JSON + 1))
+    read_by = []
+    monkeypatch.setattr(hf.PreTrainedConfig, "_dict_from_json_file", lambda *args: read_by.append(args))
+    with pytest.raises(rw.CheckpointError, match=f"{name} must have at most 16,777,216 bytes, but has 16,7"):
+        read(str(folder))
+    assert not PretrainedModel(str(folder)).generates
+    assert not read_by
+
+
+def test_a_long_vocabulary_is_none_too_long(folder: Path) -> None:
+    (folder / "vocab.json").write_text(json.dumps({"a": 0}) + " " * LARGEST_JSON)
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool"])
+def test_a_type_that_no_weights_have_is_refused(dtype: str, folder: Path) -> None:
+    edit(folder, dtype=dtype)
+    for read in (empty_model, load_model):
+        with pytest.raises(rw.CheckpointError):
+            read(str(folder))
+
+
 @pytest.mark.parametrize(
     "named",
     [["pipeline"], ["PreTrainedModel"], ["AutoModel"], ["LlamaForCausalLM"], ["torch"], "pipeline", 5, [["a"]], []],
@@ -103,12 +138,17 @@ def test_a_changed_configuration_is_told_and_an_edited_one_is_not_once_it_says_s
     path.write_text(text.replace('"hidden_act": "gelu"', '"hidden_act": "relu"'))
     hf.AutoModelForSequenceClassification.from_pretrained(folder)
     assert ["config.json is not as it was saved" in line for line in told] == [True]
+    # a bit in the name of the checksum
+    path.write_text(text.replace(WHOLE, "rankwise_checksu-"))
+    hf.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert len(told) == 2
+    path.write_text(text)
     edit(folder)
     hf.BertForSequenceClassification.from_pretrained(folder)
-    assert len(told) == 1
+    assert len(told) == 2
     model.save_pretrained(folder)
     again = hf.BertForSequenceClassification.from_pretrained(folder)
-    assert len(told) == 1
+    assert len(told) == 2
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
 

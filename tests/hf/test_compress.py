@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import rankwise as rw
+import rankwise.hf
 from rankwise.cli.app import run
 from rankwise.core.plan import Plan
 from rankwise.deploy.compress import Listener, compress_folder
-from rankwise.deploy.compressed import Compressed
+from rankwise.deploy.compressed import Compressed, RefinedFolder
+from rankwise.deploy.documents import SpecialTokens
 from rankwise.deploy.inputs import (
     Calibration,
-    SpecialTokens,
+    KeptBack,
     encoder,
-    generated_windows,
     positions_of,
     read_windows,
     special_tokens,
     text_windows,
 )
-from rankwise.hf.loading import PretrainedModel
+from rankwise.files import sealed, write_json
+from rankwise.hf.loading import PretrainedModel, generated_windows
 from rankwise.modules import PivotLinear
 from rankwise.oneshot import default_plan, sampled_loss
+from tests.flips import flipped
 from tests.hf.hf_families import ENCODER, build, compact
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -75,6 +81,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     marked_tokenizer().save_pretrained(folder / "encoder")
     (folder / "text.txt").write_text(" ".join(WORDS[i * i % 50] for i in range(2_000)))
     (folder / "short.txt").write_text("w1 w2 w3")
+    (folder / "empty.txt").write_text("")
+    (folder / "foreign.txt").write_text("жук лиса " * 200)
+    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n' * 50)
     return folder
 
 
@@ -299,6 +308,58 @@ def test_a_decoder_generates_its_own_calibration_text(place: Path, tmp_path: Pat
     assert run([*words, "--out", str(tmp_path / "small")]) == 0
 
 
+def test_the_models_are_compared_on_texts_of_other_kinds_too(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They change nothing, and each has the figures that it would have if it were kept back."""
+    (tmp_path / "other.txt").write_text(" ".join(WORDS[i * i * i % 50] for i in range(2_000)))
+    words = ["compress", str(place / "llama-tied"), "--removed", "0.3", "--window", "12", "--windows", "8"]
+    words += ["--calibration", str(place / "text.txt"), "--refine", "0", "--device", "cpu", "--json", "--out"]
+    assert run([*words, str(tmp_path / "a")]) == 0
+    plain = json.loads(capsys.readouterr().out)["quality"]
+    assert run([*words, str(tmp_path / "b"), "--measure", str(tmp_path / "other.txt")]) == 0
+    found = json.loads(capsys.readouterr().out)["quality"]
+    assert plain["elsewhere"] == {}
+    assert {**found, "elsewhere": {}} == plain
+    one, two = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
+    asked = Calibration(file=tmp_path / "other.txt", num_windows=2, window=12)
+    kept = [{"input_ids": torch.stack(text_windows(encoder(tokenizer()), asked, special=SpecialTokens((1,))))}]
+    dense = hf.AutoModelForCausalLM.from_pretrained(place / "llama-tied")
+    by_hand = KeptBack(dense, kept, is_decoder=True).quality(one)
+    assert found["elsewhere"] == {str(tmp_path / "other.txt"): pytest.approx([by_hand.dense, by_hand.small])}
+
+
+def test_a_text_is_mixed_with_the_models_own(place: Path, tmp_path: Path) -> None:
+    """Half of the windows are of each, and what is kept back of either is measured."""
+    calibration = Calibration(file=place / "text.txt", num_windows=8, window=12, generated=True)
+    model = hf.AutoModelForCausalLM.from_pretrained(place / "llama-tied")
+    data = PretrainedModel(str(place / "llama-tied")).read(calibration)(model)
+    used = torch.cat([batch["input_ids"] for batch in data.batches])
+    alone = PretrainedModel(str(place / "llama-tied")).read(replace(calibration, num_windows=4, generated=False))(model)
+    text = torch.cat([batch["input_ids"] for batch in alone.batches])
+    assert used.shape == (8, 12)
+    assert [bool((text == window).all(1).any()) for window in used] == [True, False] * 4
+    assert data.texts == ["", "text of its own"]
+    out = tmp_path / "small"
+    made = compress_pretrained(
+        str(place / "llama-tied"), rw.Budget(removed=0.3), out, calibration=calibration, refine=0
+    )
+    assert made.quality is not None and list(made.quality.elsewhere) == ["text of its own"]
+
+
+def test_who_has_given_no_text_is_told_what_was_read(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, line in (
+        ("llama-tied", "has generated its own: 4 windows of 12 tokens"),
+        ("roberta-mlm", "generates none"),
+    ):
+        words = ["compress", str(place / name), "--removed", "0.2", "--windows", "4", "--window", "12", "--refine", "0"]
+        assert run([*words, "--out", str(tmp_path / name)]) == 0
+        assert line in " ".join(capsys.readouterr().err.split())
+
+
 def test_work_that_was_stopped_while_blocks_were_refined_goes_on(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,17 +387,47 @@ def test_work_that_was_stopped_while_blocks_were_refined_goes_on(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["small", "whole"]
 
 
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_flipped_bit_in_a_refined_block_makes_it_be_trained_again(suffix: str, tmp_path: Path) -> None:
+    blocks = RefinedFolder(tmp_path / "small", {"model": "toy"})
+    for number in range(2):
+        blocks.save(number, {"weight": torch.full((2, 2), float(number))})
+    path = next(blocks.place.glob(f"*1{suffix}"))
+    content = path.read_bytes()
+    for position in range(0, 8 * len(content), 7):
+        if not content[position // 8 : position // 8 + 1].isspace():
+            with flipped(path, position):
+                assert blocks.load(1) is None
+    for number in range(2):
+        found = blocks.load(number)
+        assert found is not None and torch.equal(found["weight"], torch.full((2, 2), float(number)))
+    assert RefinedFolder(tmp_path / "small", {"model": "other"}).load(1) is None
+
+
 def test_blocks_that_were_refined_with_other_settings_are_not_taken(place: Path, tmp_path: Path) -> None:
     calibration = Calibration(file=place / "text.txt", num_windows=8, window=12)
     given: dict[str, Any] = {"calibration": calibration, "ranks": "global", "device": "cpu"}
     kept = tmp_path / ".small.refining"
     kept.mkdir()
-    (kept / "settings.json").write_text("{}")
-    (kept / "block-0000.safetensors").write_text("damaged")
+    block = kept / "block-0000.safetensors"
+    save_file({"weight": torch.ones(2)}, block)
+    write_json(block.with_suffix(".json"), sealed({"removed": "0.4"}, [block]))
     made = compress_pretrained(
         *(str(place / "llama-tied"), rw.Budget(removed=0.3), tmp_path / "small"), refine=2, **given
     )
     assert made.exported <= made.budget and not kept.exists()
+
+
+def test_settings_of_generate_that_cannot_be_saved_are_refused_before_the_work(place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "llama-tied", tmp_path / "odd"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": False}))
+    with pytest.raises(rw.CheckpointError, match="generation_config.json must be .*`temperature`.* or remove it.$"):
+        PretrainedModel(str(folder)).load()
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(rw.CheckpointError, match="generation_config.json must be"):
+        rankwise.hf.save_pretrained(model, tmp_path / "saved")
+    model.generation_config.do_sample = True
+    rankwise.hf.save_pretrained(model, tmp_path / "saved")
 
 
 def test_the_command_compresses_and_heals(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,6 +525,8 @@ def test_a_model_that_became_slower_gets_a_line(
 ) -> None:  # fmt: skip
     times = iter([{64: 5.0, 1: 4.0}, {64: 3.0, 1: later}] * 2)
     monkeypatch.setattr("rankwise.deploy.compress.milliseconds", lambda model, length: next(times))
+    # no memory for both
+    monkeypatch.setattr("rankwise.deploy.compressed.free_memory", lambda device: 0)
     words = ["compress", str(place / "llama-tied"), "--removed", "0.3", "--calibration", "none", "--device", "cpu"]
     assert run([*words, "--out", str(tmp_path / "small")]) == 0
     said = " ".join(capsys.readouterr().err.split())
@@ -441,6 +534,15 @@ def test_a_model_that_became_slower_gets_a_line(
     assert ("slower than dense" in said) == bool(wanted)
     assert run([*words, "--out", str(tmp_path / "again"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["remarks"] == wanted
+
+
+def test_both_models_are_timed_in_turns_where_there_is_memory_for_both(place: Path, tmp_path: Path) -> None:
+    source = PretrainedModel(str(place / "llama-tied"))
+    made = compress_folder(source, rw.Budget(removed=0.3), tmp_path / "small", device="cpu")
+    assert made.in_turns
+    slower = dataclasses.replace(made, speed={1: (4.0, 4.2)})
+    assert "did not take turns" not in slower.remarks()[0]
+    assert "did not take turns" in dataclasses.replace(slower, in_turns=False).remarks()[0]
 
 
 @pytest.mark.parametrize(
@@ -453,7 +555,31 @@ def test_a_model_that_became_slower_gets_a_line(
         (["llama-tied", "--latency-ms", "1", "--params", "9", "--out", "OUT"], "got --params and --latency-ms"),
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "short.txt", "--out", "OUT"],
-            "must hold at least one window of 256 tokens, but .*short.txt has 3. Give a longer text",
+            "must hold at least one window of 20 tokens, but .*short.txt has 3. Give a longer text",
+        ),
+        (
+            ["llama-tied", "--removed", "0.3", "--calibration", "empty.txt", "--out", "OUT"],
+            "must hold at least one window of 20 tokens, but .*empty.txt has 0. Give a longer text",
+        ),
+        (
+            ["llama-tied", "--removed", "0.3", "--calibration", "foreign.txt", "--window", "12", "--out", "OUT"],
+            "must know the characters of `calibration`, but .*% of the tokens of foreign.txt are <unk>",
+        ),
+        (
+            ["llama-tied", "--removed", "0.3", "--calibration", "chat.jsonl", "--window", "12", "--out", "OUT"],
+            "chat.jsonl holds conversations .* need a tokenizer with a chat template, but this model has none",
+        ),
+        (
+            ["roberta-mlm", "--removed", "0.3", "--calibration", "generated", "--out", "OUT"],
+            "`--calibration generated` needs a decoder of transformers with its tokenizer, but roberta-mlm is none",
+        ),
+        (
+            ["llama-tied", "--removed", "0.3", "--calibration", "none", "--measure", "text.txt", "--out", "OUT"],
+            "`--measure` goes with a calibration, but there is none",
+        ),
+        (
+            ["llama-tied", "--removed", "0.3", "--window", "12", "--measure", "short.txt", "--out", "OUT"],
+            "`measure` must hold at least one window of 12 tokens, but .*short.txt has 3",
         ),
         (
             ["llama-tied", "--removed", "0.3", "--calibration", "none.txt", "--out", "OUT"],
@@ -474,7 +600,7 @@ def test_a_model_that_became_slower_gets_a_line(
         ),
         (
             ["llama-tied", "--removed", "0.3", "--device", "abacus", "--out", "OUT"],
-            "`device` must be one that torch has",
+            "`device` must be one that torch has here, such as .*, but is 'abacus' instead.",
         ),
         (["llama-tied", "--removed", "0.3", "--dtype", "int8", "--out", "OUT"], "--dtype"),
         (["nowhere", "--removed", "0.3", "--out", "OUT"], "MODEL must be a folder or name .* 'nowhere' is not|nowhere"),
@@ -533,3 +659,15 @@ def test_the_command_leaves_out_neurons_and_heads(
         assert message in capsys.readouterr().err
     assert run(["compress", str(place / "bert"), *words[2:-1], str(tmp_path / "other"), "--removed", "0.1"]) == 2
     assert "BertForSequenceClassification has 0 for 2 layers" in capsys.readouterr().err
+
+
+def test_windows_are_by_default_no_longer_than_what_the_model_reads(tmp_path: Path) -> None:
+    hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=len(WORDS),
+            max_position_embeddings=24,
+        )
+    ).save_pretrained(tmp_path)  # fmt: skip
+    source = PretrainedModel(str(tmp_path))
+    assert (source.window(256), source.window(8)) == (24, 8)
+    assert PretrainedModel(str(tmp_path / "missing")).window(256) == 256

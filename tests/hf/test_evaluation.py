@@ -207,6 +207,22 @@ def test_tasks_are_measured_by_lm_eval_on_a_cpu(
     assert json.loads((tmp_path / "a.json").read_text()) == found
 
 
+def test_documents_are_scored_and_not_their_json(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXT}) + "\n", encoding="utf-8")
+    plain, documents = (
+        answer(capsys, place / "dense", "--text", file, "--window", "9", "--limit", "1")["text"]
+        for file in (place / "text.txt", tmp_path / "a.jsonl")
+    )
+    assert documents["perplexity"] == pytest.approx(plain["perplexity"])
+    assert documents["bits_per_byte"] is None
+    # two short documents: each begins as the model expects it, and no window fits
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n{"text": "w2"}\n')
+    assert run(["evaluate", str(place / "dense"), "--text", str(tmp_path / "a.jsonl"), "--window", "9"]) == 2
+    assert "a.jsonl has none" in capsys.readouterr().err
+
+
 def test_a_text_and_tasks_go_together_and_are_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--text", place / "text.txt", "--tasks", "toy_choice", "--include", place / "tasks", "--limit", "5"]
     assert run(["evaluate", *map(str, [place / "small", *words])]) == 0

@@ -37,3 +37,9 @@ def test_an_exported_family_gives_the_same(family: str, method: str, to: str, tm
     assert made.difference < 1e-4
     assert made.outputs[0] == "logits"
     assert made.shapes["input_ids"] == ["n0", "n1"]
+    # words and their mask come in one batch, and engines know it
+    assert made.shapes["attention_mask"] == made.shapes["input_ids"]
+    if to == "onnx":
+        ports = pytest.importorskip("onnx").load(tmp_path / "out" / "model.onnx").graph.input
+        words, mask = ([size.dim_param for size in port.type.tensor_type.shape.dim] for port in ports)
+        assert words == mask and len(set(words)) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels.low_rank import LowRankGroup, Part, low_rank_group, many_rows
+from rankwise.kernels.low_rank import LowRankGroup, Part, low_rank_group
 from tests.lab.kernels.triton_cases import DEVICE, GPU, by_interpreter, kernels, poison, run_by_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -76,13 +76,15 @@ def test_the_kernels_give_what_its_layers_give(name: str, inputs: int, rows: int
     torch.testing.assert_close(y.double(), one_by_one(parts, group.bias, x_MI), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["one pair", "pairs"])
-def test_many_rows_are_written_in_place(name: str) -> None:
-    group, parts = make(name, 12, bias=True)
-    x_BI = torch.randn(4, 30, 12, device=DEVICE)
-    with torch.no_grad():
-        y_BO = many_rows(x_BI, group.q_RI, group.p, group.bias, group.ranks, group.rows)
-    torch.testing.assert_close(y_BO.double(), one_by_one(parts, group.bias, x_BI), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(3,), (4, 30)])
+@pytest.mark.parametrize("name", GROUPS)
+def test_outputs_by_layer_are_those_of_the_group(name: str, rows: tuple[int, ...], bias: bool) -> None:
+    group, parts = make(name, 12, bias=bias)
+    x_BI = torch.randn(*rows, 12, device=DEVICE)
+    found = group.outputs_of(x_BI)
+    assert [y.shape[-1] for y in found] == group.outputs
+    torch.testing.assert_close(torch.cat(found, -1).double(), one_by_one(parts, group.bias, x_BI), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")

@@ -186,7 +186,7 @@ def test_errors_on_which_the_loss_does_not_depend_cost_nearly_nothing() -> None:
 def test_blocks_are_compressed_in_turn_and_each_reads_what_the_last_one_gives(anchor: bool) -> None:
     model = Stack()
     plan, names = find_plan(model), find_blocks(model, texts()[0])
-    blocks = Blocks(model, names, texts(), anchor=anchor)
+    blocks = Blocks(model, names, lambda: record_calls(model, names, texts()), anchor=anchor)
     dense = copy.deepcopy(model)
     seen: dict[str, Moments] = {}
     for number, name in enumerate(names):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.adapters.plans import find_plan
-from rankwise.core import factorize
+from rankwise.core import calibrate, factorize
 from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
+from rankwise.oneshot import Smoothing, default_plan, sampled_loss
 from rankwise.oneshot import data as calibration
-from rankwise.oneshot import default_plan, sampled_loss
 from tests.models import Spec, batch, specs
 
 
@@ -465,7 +465,7 @@ def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.Monk
 def test_no_more_tensors_live_than_the_model_and_a_group_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted while data run through: the model, and no more moments than a share of it."""
     monkeypatch.setattr(calibration, "LEAST_BYTES", 0)
-    monkeypatch.setattr(calibration, "FISHER_BYTES", 0)
+    monkeypatch.setattr(calibrate, "FISHER_BYTES", 0)
     # what other tests have left behind need not be looked at again and again
     gc.collect()
     gc.freeze()
@@ -591,3 +591,45 @@ def test_a_layer_that_data_reach_as_zeros_alone_is_left_alone() -> None:
     assert torch.equal(small[2].weight, model[2].weight)
     assert all(torch.isfinite(parameter).all() for parameter in small.parameters())
     torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-3)
+
+
+def test_smoothing_goes_from_the_data_to_what_counts_all_inputs_alike() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(12, 9, bias=False)), [torch.randn(50, 12) * torch.arange(1, 13)]
+
+    @torch.no_grad()
+    def product(**given: Any) -> Tensor:
+        return rw.compress(model, rw.Budget(removed=0.4), loss=None, **given)(torch.eye(12))
+
+    def smoothed(inputs: float) -> Tensor:
+        return product(calibration=data, smoothing=Smoothing(inputs=inputs))
+
+    plain, whitened = product(), product(calibration=data)
+    assert not torch.allclose(plain, whitened, atol=1e-2)
+    assert torch.equal(smoothed(0.0), whitened)
+    assert torch.allclose(smoothed(1e7), plain, atol=1e-4)
+    # between the two, the error on the data grows with it
+    dense = model[0].weight.detach().t()
+    errors = [(data[0] @ (smoothed(much) - dense)).norm().item() for much in (0.0, 0.1, 1.0, 1e7)]
+    assert errors == sorted(errors)
+
+
+def test_smoothed_words_are_kept_though_no_batch_has_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 12), nn.Linear(12, 4))
+    data = [torch.arange(20).repeat(3)]
+
+    def errors(words: float) -> tuple[float, float]:
+        given: dict[str, Any] = {"loss": cross_entropy, "embeddings": True, "smoothing": Smoothing(words=words)}
+        small = rw.compress(model, rw.Budget(removed=0.3), data, **given)
+        lost = [(small[0](part) - model[0](part)).norm().item() for part in (torch.arange(20), torch.arange(20, 40))]
+        return lost[0], lost[1]
+
+    (seen, unseen), (less, more) = errors(0.0), errors(10.0)
+    assert less > seen and more < unseen
+
+
+@pytest.mark.parametrize("part", ["inputs", "outputs", "words"])
+def test_a_smoothing_is_at_least_zero(part: str) -> None:
+    with pytest.raises(ValueError, match=f"`{part}` of a smoothing must be at least 0, but is -0.1"):
+        Smoothing(**{part: -0.1})

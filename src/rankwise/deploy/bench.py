@@ -25,7 +25,7 @@ from rankwise.deploy.export import Format, onnx, openvino
 from rankwise.deploy.quantize import bfloat16, can_multiply_bfloat16, int8
 from rankwise.errors import RankwiseError, install_extra, nearest
 from rankwise.kernels.int8 import can_multiply_bytes
-from rankwise.measure import slower_than_dense, time_together
+from rankwise.measure import SLOWER, slower_than_dense, time_together
 from rankwise.swap import copied
 
 ALL = "all"
@@ -239,11 +239,33 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     A compact model should be faster than the dense one of the same precision, and a precision faster than float32.
     """
-    lines = []
+    return [line for row, before in _compared(rows) if (line := _remark(row, before)) is not None]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `remarks` has line by line, in one sentence for those that are slower than dense and one for the others."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row, before in _compared(rows):
+        line = _remark(row, before)
+        if line is not None:
+            pair = f"{row['model']} in {row['precision']} than {before['model']} in {before['precision']}"
+            ratio = before["milliseconds"]["median"] / row["milliseconds"]["median"]
+            kind = "Slower than dense of the same precision" if SLOWER in line else "Not clearly faster"
+            found.setdefault(kind, {}).setdefault(pair, []).append(ratio)
+    num_cases = len({words(row) for row in rows})
+    return " ".join(
+        f"{kind}: "
+        + "; ".join(f"{pair} ({len(r)} of {num_cases} cases, {min(r):.2f}x at worst)" for pair, r in pairs.items())
+        + "."
+        for kind, pairs in sorted(found.items(), reverse=True)
+    )
+
+
+def _compared(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each row with each of those of its case that it should be faster than."""
     for row in rows:
         case = [other for other in rows if words(other) == words(row)]
-        lines += [line for before in _befores(row, case) if (line := _remark(row, before)) is not None]
-    return lines
+        yield from ((row, before) for before in _befores(row, case))
 
 
 def _remark(row: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.blocks import find_blocks
-from rankwise.core.budget import Budget, SizeAccount, SizeReport
+from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.host_memory import return_large_blocks
+from rankwise.core.placement import answering, device_of, offload_of
 from rankwise.core.plan import Plan
 from rankwise.core.targets import Target, find_target
-from rankwise.deploy.compressed import Compressed, RefinedFolder, example_text, kept_by_shape, milliseconds
+from rankwise.deploy.compressed import (
+    Compressed,
+    RefinedFolder,
+    example_text,
+    kept_by_shape,
+    left_out_lines,
+    milliseconds,
+    timed_in_turns,
+)
+from rankwise.deploy.devices import Offloading, Placer
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
 from rankwise.deploy.save import COMPRESSION, check_target, save
-from rankwise.errors import DataError, RankwiseError, first_line
+from rankwise.errors import DataError, RankwiseError
 from rankwise.files import write_json
 from rankwise.latency import size_for
 from rankwise.methods.svd import Svd
@@ -36,8 +47,6 @@ TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
 COMPRESSED = "rankwise-compressed"
 """The format of what a compressed folder keeps of its own making."""
-ROOM = 2
-"""A model is compressed on a GPU by default if that has this many times its size free."""
 MOST_TOKENS = {"cuda": 4096, "cpu": 1024}
 """Tokens of a batch, by device."""
 LEAST_BATCHES = 8
@@ -62,7 +71,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Data:
-    """Batches of a calibration text for a model, on its device."""
+    """Batches of a calibration text for a model, on its device; `texts` names those kept back (`KeptBack`)."""
 
     batches: Sequence[Any]
     loss_batches: Sequence[Any]
@@ -71,11 +80,12 @@ class Data:
     window: int
     notes: Sequence[str] = ()
     loss: Callable[[Any], Tensor] | Literal["sampled"] = "sampled"
+    texts: Sequence[str] | None = None
 
     @classmethod
     def of(cls, windows: Windows, batch: Callable[[Tensor], Any], model: nn.Module, *, is_decoder: bool) -> Data:
         """The data of some windows; `batch` makes what the model reads of several of them, on its device."""
-        kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
+        kind = "cuda" if device_of(model).type == "cuda" else "cpu"
         config: Any = getattr(model, "config", None)
         words = getattr(config, "num_words", None) or getattr(config, "vocab_size", None) or 1
 
@@ -86,8 +96,9 @@ class Data:
             return [batch(torch.stack(list(part[i : i + number]))) for i in range(0, len(part), number)]
 
         most = MOST_LOGITS[kind]
-        parts = (batches(windows.used, 4 * most), batches(windows.shortened, most), batches(windows.kept_back, most))
-        return cls(*parts, is_decoder, len(windows.used[0]), windows.notes)
+        back = [(name, each) for name, part in windows.compared.items() for each in batches(part, most)]
+        parts = (batches(windows.used, 4 * most), batches(windows.shortened, most), [each for _, each in back])
+        return cls(*parts, is_decoder, len(windows.used[0]), windows.notes, texts=[name for name, _ in back])
 
 
 class Source(ABC):
@@ -100,6 +111,10 @@ class Source(ABC):
     def generates(self) -> bool:
         """Whether the model can generate a text for its own calibration."""
         return False
+
+    def window(self, most: int) -> int:
+        """Tokens of a window of text, of which the model may read fewer."""
+        return most
 
     @abstractmethod
     def load(self) -> nn.Module:
@@ -134,6 +149,7 @@ def compress_folder(
     refine: int | None = None,
     overwrite: bool = False,
     device: str = "auto",
+    offload: Offloading = "auto",
     dtype: torch.dtype | None = None,
     listener: Listener | None = None,
 ) -> Compressed:
@@ -149,10 +165,10 @@ def compress_folder(
         method, width_share, layout, target, embeddings: as for `rankwise.compress`.
         exclude: names of layers that stay as they are.
         ranks: as for `rankwise.compress`; "auto": the best of them.
-        refine: steps by which each block is trained towards the dense one (`rankwise.oneshot.blockwise`); by default
-            250 on a GPU, and for small models.
+        refine: steps by which each block is trained towards the dense one; by default 250 on a GPU, or if it is small.
         overwrite: replace a model that was saved under this name before.
-        device: where the model is compressed, such as "cuda:0"; "auto": on a GPU if there is one on which it fits.
+        device: such as "cuda:0"; "cuda:0,cuda:1": consecutive blocks on each; "auto": a GPU, if the model fits on it.
+        offload: "disk": blocks are read from disk one at a time; "auto": where the model does not fit; "none": never.
         dtype: of the compressed model; by default that of the folder.
         listener: receives progress, and lines that a user should read.
     """
@@ -160,30 +176,28 @@ def compress_folder(
     source.check_target(folder, overwrite)
     return_large_blocks()
     prepare = None if calibration is None else source.read(calibration)
-
-    def load() -> nn.Module:
-        model = source.load()
-        return model.to(device=find_device(device, model), dtype=dtype)
-
-    model = load()
-    plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
-    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or bool(embeddings))
-    work = _Work(model, budget, plan, where, how, prepare, listener)
-    work.settings["width_share"] = width_share
-    refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
-    settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
-    settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
-    names = list(RANKS) if ranks == "auto" else [ranks]
-    attempts = _Attempts(work, source, model, load)
-    del model
-    best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"])
-    kept = RefinedFolder(folder, settings)
-    if refinement.steps:
-        best = attempts.refined(best, refinement, kept)
-    best, notes = attempts.save(best, folder, overwrite)
-    kept.remove()
-    work.finish(folder, source.name, best, notes)
-    return best
+    low_rank, scratch = method == "svd" and calibration is not None, folder.with_name(f".{folder.name}.offload")
+    with closing(Placer(source.load, device, offload, dtype, scratch, low_rank, listener.say)) as load:
+        model = load()
+        plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
+        only = layout is not None or bool(embeddings)
+        how = oneshot_method(method, budget, layout or where.layout, low_rank_only=only)
+        work = _Work(model, budget, plan, where, how, prepare, listener)
+        work.settings["width_share"] = width_share
+        refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
+        settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
+        settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
+        names = list(RANKS) if ranks == "auto" else [ranks]
+        attempts = _Attempts(work, source, model, load)
+        del model
+        best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"])
+        kept = RefinedFolder(folder, settings)
+        if refinement.steps:
+            best = attempts.refined(best, refinement, kept)
+        best, notes = attempts.save(best, folder, overwrite)
+        kept.remove()
+        work.finish(folder, source.name, best, notes)
+        return best
 
 
 TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks between the two"}
@@ -197,7 +211,7 @@ class _Attempts:
     source: Source
     dense: nn.Module | None
     """The dense model, until the first attempt."""
-    load: Callable[[], nn.Module]
+    load: Placer
     small: nn.Module | None = None
     """The model of the last attempt."""
 
@@ -230,6 +244,10 @@ class _Attempts:
         if best is not self.last:
             best = self.attempt(best.ranks)
         assert self.small is not None
+        if self.load.on_one_device:
+            best = timed_in_turns(best, self.load, self.small, self.work.length)
+        # its blocks are read from files
+        self.load.close()
         return best, self.source.save(self.small, best, folder, overwrite)
 
     def attempt(self, ranks: str, *refining: Any) -> Compressed:
@@ -256,14 +274,20 @@ class _Work:
     ) -> None:
         if isinstance(method, Width):
             plan = plan_for_method(model, plan, method)
+        self.on_disk = offload_of(model) is not None
         if budget.latency_ms is not None:
+            if self.on_disk:
+                raise RankwiseError(
+                    "A latency is measured, but the model does not fit on the device and is read from disk. Give its "
+                    "size instead, such as --removed 0.3."
+                )
             budget, plan = size_for(model, budget, plan, example_text(model, TIMED_TOKENS), None)
         self.budget, self.listener = budget, listener
         self.account = size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
         # a model may generate its own text, which takes time
         data = None if prepare is None else prepare(model)
-        for line in (*(data.notes if data else ()), *_left_out(plan, self.account, budget)):
+        for line in (*(data.notes if data else ()), *left_out_lines(plan, self.account, budget)):
             listener.say(line)
         self.settings: dict[str, Any] = {
             "plan": plan,
@@ -272,23 +296,26 @@ class _Work:
             "target": target,
             "progress": listener.progress,
         }
-        self.device, self.calibrated = next(model.parameters()).device, data is not None
+        self.device, self.calibrated = device_of(model), data is not None
         self.length, self.kept_back = TIMED_TOKENS, None
         if data is not None:
             self.settings |= {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
             self.length = data.window
             if data.kept_back:
-                self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder)
+                with answering(model, data.kept_back):
+                    self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder, texts=data.texts)
         self.kept: dict[str, dict[str, Any]] = {}
         """What each attempt kept of every matrix."""
-        self.dense_times = milliseconds(model, self.length)
+        self.dense_times = {} if self.on_disk else milliseconds(model, self.length)
+        if self.on_disk:
+            listener.say("Nothing is timed: the dense model is not on the device as a whole.")
 
     def default_steps(self, model: nn.Module) -> int:
         """Steps by which blocks are refined where that takes minutes."""
         takes_minutes = self.device.type == "cuda" or self.account.dense <= SMALL
         if not takes_minutes or not self.calibrated or self.settings["method"] != "svd":
             return 0
-        return REFINED_STEPS if find_blocks(model, self.settings["calibration"][0]) else 0
+        return REFINED_STEPS if self.on_disk or find_blocks(model, self.settings["calibration"][0]) else 0
 
     def attempt(
         self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: RefinedFolder | None = None
@@ -298,11 +325,15 @@ class _Work:
         compress(model, self.budget, in_place=True, **settings)
         self.kept[ranks] = kept_by_shape(self.settings["plan"].sites, model)
         times = milliseconds(model, self.length) if self.dense_times else {}
+        quality = None
+        if self.kept_back is not None:
+            with answering(model, self.kept_back.batches):
+                quality = self.kept_back.quality(model)
         return Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
             ranks=ranks,
             refined=refinement.steps if refinement else 0,
-            quality=None if self.kept_back is None else self.kept_back.quality(model),
+            quality=quality,
             speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
             device=str(self.device),
         )
@@ -321,35 +352,6 @@ class _Work:
         about |= {"layout": self.settings["layout"], "allocation": made.ranks}
         sizes = {**asdict(made), "removed": made.removed, "removed_of_prunable": made.removed_of_prunable}
         return {**about, **sizes, **self.kept[made.ranks], **surroundings(device)}
-
-
-def _left_out(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
-    """Lines about large layers that stay as they are, and what the others lose instead."""
-    large = [item for item in plan.left_out if item.params >= 0.01 * account.dense]
-    lines = []
-    for item in sorted(large, key=lambda item: -item.params)[:8]:
-        share = f"{item.params:,} parameters, {item.params / account.dense:.1%} of the model"
-        lines.append(f"Left out: {item.name} ({share}): {item.reason}.")
-    if lines:
-        lost = (account.dense - budget.resolve(account)) / account.prunable
-        lines.append(f"So the layers that are compressed lose {lost:.1%} of their parameters.")
-    return lines
-
-
-def find_device(device: str, model: nn.Module) -> torch.device:
-    """The device of that name; "auto": a GPU on which the model fits, else where it is."""
-    if device == "auto":
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size
-        return torch.device("cuda") if fits else next(model.parameters()).device
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise RankwiseError(
-            f"`device` must be one that torch has here, such as cpu or cuda:0, but is {device!r}: {first_line(error)}"
-        ) from None
-    return found
 
 
 @dataclass
@@ -392,7 +394,7 @@ class SavedModel(Source):
                 raise DataError(
                     f"The vocabulary must be the model's own, of {num_words} words, but has {len(vocabulary)}."
                 )
-            device = next(model.parameters()).device
+            device = device_of(model)
             return Data.of(windows, lambda some: some.to(device), model, is_decoder=True)
 
         return prepare

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rankwise.core.budget import SizeReport
-from rankwise.core.plan import Site, get_module
+from rankwise.core.budget import Budget, SizeAccount, SizeReport
+from rankwise.core.placement import device_of, num_bytes
+from rankwise.core.plan import Plan, Site, get_module
+from rankwise.deploy.devices import ROOM, free_memory
 from rankwise.deploy.inputs import Quality, example_inputs, positions_of
 from rankwise.deploy.structure import layer_of
-from rankwise.files import read_json, write_json, write_tensors
+from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.files import read_json, reason, sealed, write_json, write_tensors
 from rankwise.measure import evaluating, slower_than_dense, time_together
 
 REPEATS = 11
 DOUBTFUL = 1.1
-"""Up to this multiple of the dense one's time, the small model may only seem slower: the two did not take turns."""
+"""Up to this multiple of the dense one's time, a small model that did not take turns with it may only seem slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class Compressed(SizeReport):
     """None without calibration."""
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Milliseconds of a call, dense and small, by its number of tokens."""
+    in_turns: bool = False
+    """Whether the two were timed in turns, and not one after the other."""
     device: str = "cpu"
 
     def is_better(self, other: Compressed) -> bool:
@@ -47,7 +54,8 @@ class Compressed(SizeReport):
         """A line for every number of tokens with which the small model is slower than the dense one."""
         lines = []
         for where, (dense, small) in self.named_speed().items():
-            reason = "" if small > DOUBTFUL * dense else "or the machine was busy: the two did not take turns"
+            is_sure = self.in_turns or small > DOUBTFUL * dense
+            reason = "" if is_sure else "or the machine was busy: the two did not take turns"
             lines.append(slower_than_dense("The small model", small, dense, where=where, reason=reason))
         return [line for line in lines if line is not None]
 
@@ -83,21 +91,30 @@ class RefinedFolder:
         self.settings = dict(settings)
 
     def load(self, number: int) -> Mapping[str, Tensor] | None:
+        file = self._file(number)
         try:
-            if read_json(self.place / "settings.json") != self.settings:
+            # settings of another command, or a changed bit, make these differ
+            if read_json(file.with_suffix(".json")) != sealed(self.settings, [file]):
                 return None
-            return load_file(self._file(number))
+            return load_file(file)
         except (OSError, ValueError, SafetensorError):
             return None
 
     def save(self, number: int, state: Mapping[str, Tensor]) -> None:
-        if number == 0:
-            self.remove()
-            self.place.mkdir(parents=True)
-            write_json(self.place / "settings.json", self.settings)
-        unfinished = self._file(number).with_suffix(".part")
-        write_tensors(unfinished, {name: tensor.contiguous().cpu() for name, tensor in state.items()})
-        unfinished.replace(self._file(number))
+        file = self._file(number)
+        unfinished = file.with_suffix(".part")
+        try:
+            if number == 0:
+                self.remove()
+                self.place.mkdir(parents=True)
+            write_tensors(unfinished, {name: tensor.contiguous().cpu() for name, tensor in state.items()})
+            unfinished.replace(file)
+            write_json(file.with_suffix(".json"), sealed(self.settings, [file]))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"Blocks that were trained must be kept in {self.place}, but that failed: {reason(error)}. Free some "
+                "space; the same command goes on from the last block."
+            ) from error
 
     def remove(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
@@ -107,23 +124,45 @@ class RefinedFolder:
 
 
 def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
-    """The time of a call with `length` tokens, and with one token; empty where no inputs can be made up.
+    """The time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
+    return {number: times[0] for number, times in milliseconds_in_turns([model], length).items()}
 
-    It is that of the fastest fifth of calls: what else runs on the machine makes calls slower, and the dense and the
-    small model cannot take turns.
+
+def milliseconds_in_turns(models: Sequence[nn.Module], length: int) -> dict[int, list[float]]:
+    """The times of models on one device, which take turns.
+
+    They are those of the fastest fifth of calls: what else runs on the machine makes calls slower.
     """
-    device = next(model.parameters()).device
-    found: dict[int, float] = {}
-    for number in sorted({_readable(model, length), 1}, reverse=True):
+    device = next(models[0].parameters()).device
+    found: dict[int, list[float]] = {}
+    for number in sorted({_readable(models[0], length), 1}, reverse=True):
         try:
-            inputs = example_text(model, number)
-            with torch.inference_mode(), evaluating(model):
-                timing = time_together({"": lambda given=inputs: model(**given)}, repeats=REPEATS, device=device)  # type: ignore[misc]
+            inputs = example_text(models[0], number)
+            with torch.inference_mode(), ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(evaluating(model))
+                calls = {str(i): partial(model, **inputs) for i, model in enumerate(models)}
+                timings = time_together(calls, repeats=REPEATS, device=device)
         # models that read other things than text refuse tokens with errors of many types
         except Exception:
             return {}
-        found[number] = timing[""].p20
+        found[number] = [timing.p20 for timing in timings.values()]
     return found
+
+
+def timed_in_turns(made: Compressed, load: Callable[[], nn.Module], small: nn.Module, length: int) -> Compressed:
+    """`made` with times of the dense and the small model in turns, if there is memory to load the dense one too."""
+    device = next(small.parameters()).device
+    if not made.speed or free_memory(device) < ROOM * num_bytes(small) * made.dense / made.exported:
+        return made
+    try:
+        dense = load()
+    # what was timed before is enough
+    except (RankwiseError, OSError, RuntimeError):
+        return made
+    times = milliseconds_in_turns([dense, small], length) if device_of(dense) == device else {}
+    speed = {number: (one, other) for number, (one, other) in times.items()}
+    return replace(made, speed=speed, in_turns=True) if speed else made
 
 
 def _readable(model: nn.Module, length: int) -> int:
@@ -140,3 +179,16 @@ def example_text(model: nn.Module, length: int) -> dict[str, Any]:
         name: value.to(device) if isinstance(value, Tensor) else tuple(part.to(device) for part in value)
         for name, value in inputs.items()
     }
+
+
+def left_out_lines(plan: Plan, account: SizeAccount, budget: Budget) -> list[str]:
+    """Lines about large layers that stay as they are, and what the others lose instead."""
+    large = [item for item in plan.left_out if item.params >= 0.01 * account.dense]
+    lines = []
+    for item in sorted(large, key=lambda item: -item.params)[:8]:
+        share = f"{item.params:,} parameters, {item.params / account.dense:.1%} of the model"
+        lines.append(f"Left out: {item.name} ({share}): {item.reason}.")
+    if lines:
+        lost = (account.dense - budget.resolve(account)) / account.prunable
+        lines.append(f"So the layers that are compressed lose {lost:.1%} of their parameters.")
+    return lines

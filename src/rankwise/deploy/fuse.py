@@ -29,19 +29,21 @@ class LinearGroup(nn.Module):
 
     def __init__(self, weights: Sequence[Tensor], bias_O: Tensor | None) -> None:
         super().__init__()
+        self.outputs = [len(weight) for weight in weights]
         self.weight = nn.Parameter(torch.cat([weight.detach() for weight in weights]), requires_grad=False)
         self.bias = None if bias_O is None else nn.Parameter(bias_O, requires_grad=False)
 
-    def forward(self, x_BI: Tensor) -> Tensor:
-        return F.linear(x_BI, self.weight, self.bias)
+    def outputs_of(self, x_BI: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of each layer."""
+        return torch.split(F.linear(x_BI, self.weight, self.bias), self.outputs, -1)
 
 
 class SharedInput(nn.Module):
     """A group of layers, of which the first that is called with an input computes the outputs of all."""
 
-    def __init__(self, group: LinearGroup | LowRankGroup, outputs: Sequence[int]) -> None:
+    def __init__(self, group: LinearGroup | LowRankGroup) -> None:
         super().__init__()
-        self.group, self.outputs = group, list(outputs)
+        self.group, self.outputs = group, group.outputs
         self._last: tuple[Tensor, int | None, tuple[Tensor, ...]] | None = None
 
     def take(self, x_BI: Tensor, index: int) -> Tensor:
@@ -49,7 +51,7 @@ class SharedInput(nn.Module):
         # read and written as a whole, so that calls in other threads cannot mix inputs and outputs
         last, version = self._last, _version(x_BI)
         if last is None or last[0] is not x_BI or last[1] != version:
-            last = (x_BI, version, self.group(x_BI).split(self.outputs, -1))
+            last = (x_BI, version, self.group.outputs_of(x_BI))
         self._last = None if index == len(self.outputs) - 1 else last
         return last[2][index]
 
@@ -74,7 +76,7 @@ class FusedLayer(nn.Module):
 
         def whole() -> Tensor:
             one = torch.eye(self.in_features, dtype=like.dtype, device=like.device)
-            y_IO: Tensor = self.shared.group(one).split(self.shared.outputs, -1)[self.index]
+            y_IO = self.shared.group.outputs_of(one)[self.index]
             return (y_IO if self.bias is None else y_IO - self.bias).t()
 
         return lazy_weight(whole, (self.out_features, self.in_features), like)
@@ -114,7 +116,7 @@ def fuse_layers(model: nn.Module, example: Any = None) -> nn.Module:
     for layers in _groups(model, example):
         group = _group(layers)
         if group is not None:
-            shared = SharedInput(group, [layer.out_features for layer in layers])
+            shared = SharedInput(group)
             fused = [FusedLayer(shared, i, layer.in_features) for i, layer in enumerate(layers)]
             for layer, one in zip(layers, fused, strict=True):
                 become(layer, one)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rankwise.deploy.documents import NO_TOKENS, SpecialTokens, TextEncoder, document_windows
 from rankwise.errors import CheckpointError, DataError, InvalidValueError
 from rankwise.files import not_utf8
 from rankwise.measure import call_model, evaluating
@@ -31,8 +33,6 @@ ANSWERS = "perplexity of the dense model's likeliest words"
 ERROR = "relative error of the outputs"
 MUCH = {PERPLEXITY: 1.1, ANSWERS: 1.1, ERROR: 0.1}
 """Above this loss other ranks are worth a try: the factor by which a perplexity grows, or the error itself."""
-GENERATED = 64
-"""Windows that are generated at a time."""
 LARGEST = 700.0
 """Nats whose exponential is a number."""
 
@@ -107,9 +107,13 @@ class Calibration:
     """Texts, and how much of them is read."""
 
     file: Path | None
-    """A text; None: windows that a decoder generates itself."""
+    """A text, or a JSONL file of documents; None: windows that a decoder generates itself."""
     also: tuple[Path, ...] = ()
     """Further texts; each text gives equally many windows."""
+    generated: bool = False
+    """Whether as many windows as of each text are those that a decoder generates itself."""
+    elsewhere: tuple[Path, ...] = ()
+    """Texts of other kinds, on which the models are compared too, and which are for nothing else."""
     num_windows: int = 64
     """Windows, at equal distances in a text. A quarter as many more are kept back, to say what was lost."""
     window: int = 256
@@ -127,32 +131,14 @@ class Calibration:
                 )
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """All texts."""
+        return () if self.file is None else (self.file, *self.also)
+
+    @property
     def num_kept_back(self) -> int:
         """Windows that are kept back from calibration, to compare the models on."""
         return max(1, min(self.num_windows // 4, MOST_KEPT_BACK))
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Special tokens that a model expects before and after every text."""
-
-    before: tuple[int, ...] = ()
-    """Such as BOS or [CLS]."""
-    after: tuple[int, ...] = ()
-    """Such as [SEP]."""
-
-    def around(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([*self.before, *tokens, *self.after], dtype=torch.long)
-
-    def shortened(self, window: Tensor, length: int) -> Tensor:
-        """The first tokens of a window, with the special tokens of the whole window."""
-        last = len(self.after)
-        if length >= len(window):
-            return window
-        return torch.cat([window[: max(length - last, 1)], window[len(window) - last :]])
-
-
-NO_TOKENS = SpecialTokens()
 
 
 def special_tokens(tokenizer: Any, config: Any) -> SpecialTokens:
@@ -173,9 +159,9 @@ def special_tokens(tokenizer: Any, config: Any) -> SpecialTokens:
     return SpecialTokens(before, after)
 
 
-def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+def encoder(tokenizer: Any) -> TextEncoder:
     """From a text to its tokens, without special ones around it."""
-    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return TextEncoder(tokenizer)
 
 
 class Windows(NamedTuple):
@@ -188,6 +174,22 @@ class Windows(NamedTuple):
     """They lie between the others; of a single window none is kept back."""
     notes: list[str]
     """What a user should know about them."""
+    elsewhere: Mapping[str, list[Tensor]] = MappingProxyType({})
+    """Windows of texts of other kinds, by name."""
+
+    def mixed(self, other: Windows, name: str) -> Windows:
+        """These and the windows of another text, on which models are then compared under its name."""
+        used, shortened = (
+            [window for both in zip_longest(*parts) for window in both if window is not None]
+            for parts in ((self.used, other.used), (self.shortened, other.shortened))
+        )
+        elsewhere = {**self.elsewhere, name: other.kept_back}
+        return Windows(used, shortened, self.kept_back, [*self.notes, *other.notes], elsewhere)
+
+    @property
+    def compared(self) -> Mapping[str, list[Tensor]]:
+        """Those on which models are compared, by name; those kept back are ""."""
+        return {"": self.kept_back, **self.elsewhere} if self.kept_back else {}
 
 
 def read_windows(
@@ -199,8 +201,7 @@ def read_windows(
 ) -> Windows:
     """Windows of the texts of a calibration, and those that are kept back."""
     more = calibration.num_kept_back
-    assert calibration.file is not None
-    files = (calibration.file, *calibration.also)
+    files = calibration.files
     parts = []
     for i, file in enumerate(files):
         # the first ones give one more where the number cannot be divided
@@ -208,7 +209,18 @@ def read_windows(
         part = replace(calibration, file=file, also=(), num_windows=max(number, 1))
         parts.append(text_windows(encode, part, bytes_per_token=bytes_per_token, special=special, more=back))
     # in turns, so that windows kept back are of all texts
-    return kept_apart([w for some in zip_longest(*parts) for w in some if w is not None], calibration, special=special)
+    found = [window for some in zip_longest(*parts) for window in some if window is not None]
+    elsewhere = windows_elsewhere(encode, calibration, bytes_per_token=bytes_per_token, special=special)
+    return kept_apart(found, calibration, special=special)._replace(elsewhere=elsewhere)
+
+
+def windows_elsewhere(
+    encode: Callable[[str], list[int]], calibration: Calibration, **how: Any
+) -> dict[str, list[Tensor]]:
+    """Windows of each text of another kind, as many as are kept back; `how` as for `text_windows`."""
+    part = replace(calibration, num_windows=calibration.num_kept_back)
+    given = {path: replace(part, file=path) for path in calibration.elsewhere}
+    return {str(path): text_windows(encode, one, **how, what="`measure`") for path, one in given.items()}
 
 
 def kept_apart(found: Sequence[Tensor], calibration: Calibration, *, special: SpecialTokens = NO_TOKENS) -> Windows:
@@ -218,7 +230,7 @@ def kept_apart(found: Sequence[Tensor], calibration: Calibration, *, special: Sp
     num_back = max(number * more // wanted, 1) if number > 1 else 0
     places = {(2 * i + 1) * number // (2 * num_back) for i in range(num_back)}
     used = [window for i, window in enumerate(found) if i not in places]
-    texts = ", ".join(map(str, (calibration.file, *calibration.also)))
+    texts = ", ".join(map(str, calibration.files))
     note = (
         f"{texts} holds {number} windows of {calibration.window} tokens, fewer than the {wanted} asked for: "
         f"{len(used)} calibrate, {num_back} are kept back."
@@ -241,6 +253,8 @@ def text_windows(
     what: str = "`calibration`",
 ) -> list[Tensor]:
     """Windows of tokens at equal distances in a text, none of which overlap; of a long one only those places are read.
+
+    A JSONL file holds documents (`rankwise.deploy.documents`).
 
     Args:
         special: tokens around every window; they count as part of it.
@@ -265,7 +279,9 @@ def text_windows(
                 file.seek(first)
                 return encode(_decoded(path, file.read(num_bytes), first))
 
-            if size >= wanted * span:
+            if path.suffix.lower() == ".jsonl":
+                found = document_windows(path, encode, special, wanted=wanted, length=length, span=span) or [[]]
+            elif size >= wanted * span:
                 found = [tokens(i * size // wanted, span)[:length] for i in range(wanted)]
             else:
                 every = tokens(0, size)
@@ -282,40 +298,6 @@ def text_windows(
             f"{max(map(len, found))}. Give a longer text, or shorter windows."
         )
     return windows
-
-
-@torch.no_grad()
-def generated_windows(model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0) -> Windows:
-    """Windows that a decoder generates itself, word by word as likely as it finds them, each from the beginning.
-
-    They are like what the model has learned, of every kind in its proportion, where no text says what it is for.
-    """
-    wanted = calibration.num_windows + calibration.num_kept_back
-    length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
-    first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
-    state = torch.get_rng_state()
-    try:
-        with evaluating(model):
-            torch.manual_seed(seed)
-            found = [
-                model.generate(
-                    torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
-                    attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
-                    max_new_tokens=length,
-                    min_new_tokens=length,
-                    do_sample=True,
-                    top_k=0,
-                    top_p=1.0,
-                    temperature=1.0,
-                    use_cache=True,
-                ).cpu()
-                for done in range(0, wanted, GENERATED)
-            ]
-    finally:
-        torch.set_rng_state(state)
-    windows = torch.cat(found)
-    # where nothing is to come first, the token that text was generated from goes
-    return kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
 
 
 def _decoded(path: Path, block: bytes, first: int) -> str:
@@ -337,6 +319,8 @@ class Quality:
     dense: float
     small: float
     windows: int
+    elsewhere: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The measure of both on texts of other kinds, by name."""
 
     @property
     def is_bad(self) -> bool:
@@ -344,40 +328,61 @@ class Quality:
         return self.small > MUCH[self.measure] * (1.0 if self.measure == ERROR else self.dense)
 
     def __str__(self) -> str:
-        both = f"{self.small:.4g}" if self.measure == ERROR else f"{self.dense:.4g} dense, {self.small:.4g} small"
-        return f"{self.measure} {both} on {self.windows} windows kept back"
+
+        def both(dense: float, small: float) -> str:
+            return f"{small:.4g}" if self.measure == ERROR else f"{dense:.4g} dense, {small:.4g} small"
+
+        others = "".join(f", {both(*pair)} on {name}" for name, pair in self.elsewhere.items())
+        return f"{self.measure} {both(self.dense, self.small)} on {self.windows} windows kept back{others}"
 
 
 class KeptBack:
-    """Windows that calibration does not see. They measure a decoder by the text, and other models by the dense one."""
+    """Windows that calibration does not see. They measure a decoder by the text, and other models by the dense one.
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], *, is_decoder: bool) -> None:
-        self.batches, self.measure = batches, PERPLEXITY
+    Args:
+        texts: for each batch the name of the text of another kind that it is of, or "".
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], *, is_decoder: bool, texts: Sequence[str] | None = None
+    ) -> None:
+        self.batches, self.measure, self.texts = batches, PERPLEXITY, texts or [""] * len(batches)
         if is_decoder:
-            texts = (batch["input_ids"] if isinstance(batch, Mapping) else batch for batch in batches)
-            self.wanted = [text[:, 1:] for text in texts]
+            inputs = (batch["input_ids"] if isinstance(batch, Mapping) else batch for batch in batches)
+            self.wanted = [tokens[:, 1:] for tokens in inputs]
         else:
             self.wanted = [answer.cpu() for answer in self._answers(model, likeliest=True)]
             self.measure = ERROR if self.wanted[0].is_floating_point() else ANSWERS
-        self.dense = self.measured(model)
+        self.dense_on = self.measured_on(model)
+        self.dense = self.dense_on[""]
 
     def quality(self, small: nn.Module) -> Quality:
         """The small model beside the dense one."""
-        return Quality(self.measure, self.dense, self.measured(small), sum(map(len, self.wanted)))
+        found = self.measured_on(small)
+        elsewhere = {name: (self.dense_on[name], value) for name, value in found.items() if name}
+        windows = sum(len(wanted) for name, wanted in zip(self.texts, self.wanted, strict=True) if not name)
+        return Quality(self.measure, self.dense, found[""], windows, elsewhere)
 
     def measured(self, model: nn.Module) -> float:
         """The measure of a model, on the device where it is."""
-        total, number = 0.0, 0.0
-        for wanted, answer in zip(self.wanted, self._answers(model), strict=True):
+        return self.measured_on(model)[""]
+
+    def measured_on(self, model: nn.Module) -> dict[str, float]:
+        """The measure on each text of another kind, and as "" on the windows kept back."""
+        totals, numbers = dict.fromkeys(self.texts, 0.0), dict.fromkeys(self.texts, 0.0)
+        for name, wanted, answer in zip(self.texts, self.wanted, self._answers(model), strict=True):
             answer, wanted = answer.float(), wanted.to(answer.device)
             if self.measure == ERROR:
-                total += (answer - wanted.float()).square().sum().item()
-                number += wanted.float().square().sum().item()
+                totals[name] += (answer - wanted.float()).square().sum().item()
+                numbers[name] += wanted.float().square().sum().item()
             else:
                 # of a decoder all but the last position say what comes next
                 logits = answer[:, : wanted.shape[1]].flatten(0, 1)
-                total += F.cross_entropy(logits, wanted.flatten(), reduction="sum").item()
-                number += wanted.numel()
+                totals[name] += F.cross_entropy(logits, wanted.flatten(), reduction="sum").item()
+                numbers[name] += wanted.numel()
+        return {name: self._figure(total, numbers[name]) for name, total in totals.items()}
+
+    def _figure(self, total: float, number: float) -> float:
         if self.measure == ERROR:
             return math.sqrt(total / number) if number else 0.0
         mean = total / max(number, 1)

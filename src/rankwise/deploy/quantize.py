@@ -17,7 +17,7 @@ from rankwise.core.gates import FixedDtypeModule
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.kernels.int8 import Int8Linear, can_multiply_bytes
 from rankwise.lazy import lazy_weight
-from rankwise.modules import LowRankHead, LowRankLinear
+from rankwise.modules import LowRankHead, LowRankLinear, linear
 from rankwise.swap import copied
 
 TOKENS = 128
@@ -70,9 +70,10 @@ def int8(model: nn.Module, *, tokens: int = TOKENS) -> nn.Module:
     tokens at a time, the pair is multiplied out and rounded as one layer: at a quarter of the bytes of float32 it is
     rarely larger than the pair was.
 
-    Embeddings, norms, recurrences and output layers that are tied keep their precision; attention of rankwise's
-    own models runs in bfloat16 where the processor multiplies it faster. The copy is made in milliseconds, and
-    `rankwise.save` refuses it: save the model, and quantize what was loaded.
+    Embeddings, norms and recurrences keep their precision. An output layer that is tied to an embedding gets rounded
+    weights of its own; the embedding stays as it is. Attention of rankwise's own models runs in bfloat16 where the
+    processor multiplies it faster. The copy is made in milliseconds, and `rankwise.save` refuses it: save the model,
+    and quantize what was loaded.
     """
     if not can_multiply_bytes():
         _warn("int8 (VNNI)")
@@ -105,18 +106,24 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
             raise RankwiseError(
                 f"{what} needs a model on the CPU, but {name} is on {parameter.device} instead. Move it: model.cpu()."
             )
+    modules = list(model.modules())
+    heads = {m: _pair_of_head(m) for m in modules if isinstance(m, LowRankHead) and m.embedding.weight.numel()}
+    pairs = {m: m for m in modules if isinstance(m, LowRankLinear)} | heads
+    whole = {m: _multiplied_out(pair) for m, pair in pairs.items() if not _pays(pair, CALL_COST[what], tokens)}
     # these multiply by the weights of their layers, and do not call them
-    readers = [module for module in model.modules() if isinstance(module, LowRankHead | nn.RNNBase)]
-    read = {part for module in readers for part in module.children()}
-    pairs = [m for m in model.modules() if isinstance(m, LowRankLinear) and not _pays(m, CALL_COST[what], tokens)]
-    read |= {part for pair in pairs for part in pair}
-    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() and m not in read]
-    if not layers and not pairs:
+    readers = [module for module in modules if isinstance(module, LowRankHead | nn.RNNBase)]
+    read = {part for module in (*readers, *whole) for part in module.children()}
+    layers = [m for m in modules if type(m) is nn.Linear and m.weight.numel() and m not in read]
+    if not layers and not whole and not heads:
         raise RankwiseError(
             f"{what} needs a model with linear layers, but {type(model).__name__} has none that can be replaced."
         )
-    instead: dict[nn.Module, nn.Module] = {layer: make(layer) for layer in layers}
-    instead |= {pair: make(_multiplied_out(pair)) for pair in pairs}
+    instead: dict[nn.Module, nn.Module] = {
+        own: make(layer) for own, layer in (*zip(layers, layers, strict=True), *whole.items())
+    }
+    for head, pair in heads.items():
+        if head not in whole:
+            instead[head] = LowRankLinear(*map(make, pair.factors))  # type: ignore[arg-type]
     quantized = copied(model, instead=instead)
     if can_multiply_bfloat16():
         for module in quantized.modules():
@@ -124,6 +131,12 @@ def _multiplying(model: nn.Module, what: str, make: Callable[[nn.Linear], nn.Mod
                 module.inference_dtype = torch.bfloat16  # type: ignore[assignment]
     families.changed(quantized)
     return quantized.eval()
+
+
+def _pair_of_head(head: LowRankHead) -> LowRankLinear:
+    """The two products of a tied head as layers that can be called."""
+    first = nn.Parameter(head.projection.weight.detach().t(), requires_grad=False)
+    return LowRankLinear(linear(first, None), linear(head.embedding.weight, head.bias))  # type: ignore[arg-type]
 
 
 def _pays(pair: LowRankLinear, call_cost: int, tokens: int) -> bool:

@@ -112,7 +112,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
                 unfinished.mkdir(exist_ok=True)
             except OSError as error:
                 raise CheckpointError(
-                    f"`folder` must be in a place that can be written, but is {target}: {reason(error)}. "
+                    f"`folder` (--out) must be in a place that can be written, but is {target}: {reason(error)}. "
                     "Choose another place."
                 ) from error
             yield unfinished
@@ -179,10 +179,11 @@ def check_target(target: Path, overwrite: bool, not_ours: Callable[[Path], str |
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError(f"`folder` must be a folder, but {target} is a file. Choose another name.")
+        raise CheckpointError(f"`folder` (--out) must be a folder, but {target} is a file. Choose another name.")
     if not overwrite:
         raise CheckpointError(
-            f"`folder` must be new, but {target} exists. Choose another name, or pass overwrite=True (--overwrite)."
+            f"`folder` (--out) must be new, but {target} exists. Choose another name, or pass overwrite=True "
+            "(--overwrite)."
         )
     if what := (not_ours or _not_ours)(target):
         raise CheckpointError(

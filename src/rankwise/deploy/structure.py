@@ -354,7 +354,7 @@ class SavedLayers:
         if type(version) is int and version > VERSION:
             raise CheckpointError(
                 f"{where} must be version {VERSION} at most, but is version {version}, written by rankwise "
-                f"{entry.get('rankwise')}. Upgrade rankwise."
+                f"{shortened(entry.get('rankwise'), 40)}. Upgrade rankwise."
             )
         if version != VERSION:
             raise damaged(where, f"its version is {version!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import ne
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from rankwise.deploy.structure import damaged
 from rankwise.errors import CheckpointError, RankwiseError, first_line
 from rankwise.files import fingerprint, identity, opened, read_json, reason, verifies
 from rankwise.hf.format import METHOD
+from rankwise.hub import check_json_sizes
 
 CONFIG, WHOLE = "config.json", "rankwise_checksum"
 """The configuration, and the entry of it that holds the checksum of all others."""
@@ -95,6 +97,7 @@ def checking_folder(folder: object) -> Iterator[None]:
         yield
         return
     before = identity(path)
+    check_json_sizes(path)
     check_counts(path)
     if verifies():
         _check_unchanged(path / CONFIG)
@@ -117,8 +120,12 @@ def _check_unchanged(config: Path) -> None:
         content = read_json(config)
     except (OSError, ValueError) as error:
         raise damaged(config, reason(error)) from None
-    written = content.pop(WHOLE, None) if isinstance(content, dict) else None
-    if written is not None and written != fingerprint(content):
+    if not isinstance(content, dict):
+        return
+    written = content.pop(WHOLE, None)
+    # the bit may be one of the entry's name
+    is_renamed = any(len(name) == len(WHOLE) and sum(map(ne, name, WHOLE)) == 1 for name in content)
+    if is_renamed or (written is not None and written != fingerprint(content)):
         logger.warning(
             f"{config} is not as it was saved. If nobody changed it on purpose, it is damaged: save or download the "
             f"model again. If somebody did, remove `{WHOLE}` from it."

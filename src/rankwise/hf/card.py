@@ -74,7 +74,7 @@ class Card:
     @property
     def title(self) -> str:
         """The name on one line."""
-        return " ".join(self.name.split()) or self.kind
+        return _in_one_line(self.name) or self.kind
 
     @property
     def is_stock(self) -> bool:
@@ -131,9 +131,11 @@ def figures(card: Card) -> Iterator[Figure]:
         counted = "parameters that are not zero" if card.size.nonzeros else "parameters"
         yield Figure("size", "tied weights are counted once", counted, card.size.exported)
         yield Figure("size", "tied weights are counted once", "parameters of the dense model", card.size.dense)
-    groups = (("quality", card.measured_on, card.quality), ("speed", "made-up text, one call in ms", card.speed))
+    data = _in_one_line(card.measured_on) or UNNAMED
+    groups = (("quality", data, card.quality), ("speed", "made-up text, one call in ms", card.speed))
     for about, data, pairs in groups:
         for name, (dense, small) in pairs.items():
+            name = _in_one_line(name) or about
             yield Figure(about, data, name, small)
             yield Figure(about, data, f"{name}, dense model", dense)
 
@@ -159,6 +161,11 @@ def metadata(card: Card) -> ModelCardData:
         model_name=card.title if results else None,
         eval_results=results or None,
     )
+
+
+def _in_one_line(text: str) -> str:
+    """A text without line breaks and double spaces, which YAML may change."""
+    return " ".join(text.split())
 
 
 def _slug(name: str) -> str:
@@ -232,7 +239,7 @@ Serve and measure it.{needs}
 
 ```
 vllm serve {name}
-rankwise evaluate {name} --text FILE --window 1024
+rankwise evaluate {name} --text FILE
 ```
 """
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rankwise.deploy.inputs import SpecialTokens, is_decoder, model_class, positions_of, special_tokens
+from rankwise.deploy.documents import SpecialTokens, TextEncoder, document_windows
+from rankwise.deploy.inputs import is_decoder, model_class, positions_of, special_tokens
 from rankwise.errors import (
     CheckpointError,
     DataError,
@@ -67,7 +69,7 @@ class TextQuality:
     file: str
     perplexity: float
     bits_per_byte: float | None
-    """None where the tokenizer does not say which characters a token stands for."""
+    """None where the tokenizer does not say which characters a token stands for, and of a JSONL file."""
     window: int
     windows: int
     tokens: int
@@ -95,7 +97,7 @@ class TextQuality:
 
 
 class TextWindows:
-    """A text in windows of tokens that do not overlap."""
+    """A text, or the documents of a JSONL file, in windows of tokens that do not overlap."""
 
     def __init__(self, file: Path, tokenizer: Any, config: Any, window: int, limit: int | None = None) -> None:
         self.file, self.window = file, window
@@ -107,15 +109,22 @@ class TextWindows:
                 f"`window` must be at least {self.num_given + 1}, so that a token is predicted, but is {window}."
             )
         check_readable(window, getattr(config.get_text_config(), "max_position_embeddings", None))
-        text = _read(file)
-        can_place = bool(getattr(tokenizer, "is_fast", False))
-        found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=can_place)
-        tokens, step = found["input_ids"], window - len(self.special.before)
+        text, step = _read(file), window - len(self.special.before)
+        is_jsonl = file.suffix.lower() == ".jsonl"
+        can_place = not is_jsonl and bool(getattr(tokenizer, "is_fast", False))
+        if is_jsonl:
+            # windows that may take so many bytes are looked for in the whole file
+            sizes = {"wanted": limit or sys.maxsize, "length": step, "span": sys.maxsize}
+            tokens = list(chain(*document_windows(file, TextEncoder(tokenizer), self.special, **sizes)))
+        else:
+            found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=can_place)
+            tokens = found["input_ids"]
         number = min(len(tokens) // step, limit or len(tokens))
         if number < 1:
+            has = "none" if is_jsonl else len(tokens) + len(self.special.before)
             raise DataError(
-                f"`text` must hold at least one window of {window} tokens, but {file} has "
-                f"{len(tokens) + len(self.special.before)}. Give a longer text, or a smaller --window."
+                f"`text` must hold at least one window of {window} tokens, but {file} has {has}. Give a longer text, "
+                "or a smaller --window."
             )
         words = config.get_text_config().vocab_size
         if (largest := max(tokens[: number * step])) >= words:
@@ -166,12 +175,6 @@ def check_readable(window: int, most: object) -> None:
     """Refuse windows that are longer than what a model reads."""
     if isinstance(most, int) and 0 < most < window:
         raise DataError(f"`window` must be at most {most} tokens, which is all the model reads, but is {window}.")
-
-
-def default_window(config: Any, window: int) -> int:
-    """`window`, or all that the model reads where that is less."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(window, most) if isinstance(most, int) and most > 0 else window
 
 
 def _read(file: Path) -> str:

@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -20,27 +21,39 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
+from rankwise.core.placement import device_of, offload_of
 from rankwise.deploy.architectures import building_at_most
 from rankwise.deploy.compress import Data, Source
 from rankwise.deploy.compressed import Compressed
+from rankwise.deploy.documents import SpecialTokens, check_known
 from rankwise.deploy.inputs import (
     Calibration,
+    Windows,
     encoder,
-    generated_windows,
     is_decoder,
+    kept_apart,
     model_class,
     positions_of,
     read_windows,
     special_tokens,
+    windows_elsewhere,
 )
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.hf.bounds import Shapes, check_counts, check_proportion, most_tensors, shapes_in
 from rankwise.hf.format import METHOD
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
-from rankwise.hf.saving import check_pretrained_target, save_pretrained
+from rankwise.hf.saving import check_generation, check_pretrained_target, save_pretrained
 from rankwise.hub import source_of
+from rankwise.measure import evaluating
 
+OWN_TEXT = (
+    "No text was given, so the model has generated its own: {} windows of {} tokens calibrate it, others say what is "
+    "lost. A text like those that it is for is better: --calibration FILE."
+)
+OWN_NAME = "text of its own"
 KEPT_BACK = "text kept back from the calibration"
+GENERATED = 64
+"""Windows that are generated at a time."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 
 
@@ -65,8 +78,7 @@ def empty_model(name: str) -> PreTrainedModel:
     No file of weights is read. All weights, those of its heads too, are taken to be in the checkpoint.
     """
     with _one_line(name):
-        check_counts(Path(name))
-        config = AutoConfig.from_pretrained(name, **source_of(name))
+        config = load_config(name)
         entry = vars(config).pop("quantization_config", None)
         dtype = getattr(config, "dtype", None)
         shapes = None
@@ -86,8 +98,8 @@ def empty_model(name: str) -> PreTrainedModel:
             quantizer._process_model_before_weight_loading(model)
             # the quantizer has listed the ties; the stock mapping is that of the dense model
             model.tie_weights(recompute_mapping=False)
-    if isinstance(dtype, torch.dtype):
-        model.to(dtype)
+        if isinstance(dtype, torch.dtype):
+            model.to(dtype)
     for parameter in model.parameters():
         # the mark of transformers for what a checkpoint brought
         parameter._is_hf_initialized = True
@@ -108,8 +120,8 @@ def _on_meta(config: Any, shapes: Shapes | None) -> Any:
 def load_tokenizer(name: str, *, needed: bool, what: str = "A calibration text") -> Any:
     """The tokenizer that comes with a model; None where it has none and none is needed by `what`."""
     source: dict[str, Any] = source_of(name)
+    folder = Path(name)
     try:
-        folder = Path(name)
         # where there is nothing, transformers may make up one without words
         if folder.is_dir() and not any(any(folder.glob(files)) for files in TOKENIZER_FILES):
             raise FileNotFoundError(f"no {' or '.join(TOKENIZER_FILES)} there.")
@@ -118,6 +130,9 @@ def load_tokenizer(name: str, *, needed: bool, what: str = "A calibration text")
     except Exception as error:
         if not needed:
             return None
+        if not folder.is_dir():
+            # there may be no model either, which is said first
+            load_config(name)
         raise CheckpointError(
             f"{what} needs the model's tokenizer, but {name!r} has none that loads: {first_line(error)} "
             "Save the tokenizer beside the model."
@@ -145,8 +160,10 @@ def _one_line(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RankwiseError):
             raise
+        nowhere = "" if Path(name).is_dir() else "there is no such folder, and the hub gave no such model: "
         raise CheckpointError(
-            f"MODEL must be a folder or name that transformers can load, but {name!r} is not: {first_line(error)}"
+            f"MODEL must be a folder or name that transformers can load, but {name!r} is not: {nowhere}"
+            f"{first_line(error)}"
         ) from None
 
 
@@ -160,13 +177,15 @@ class PretrainedModel(Source):
     @property
     def generates(self) -> bool:
         try:
-            return is_decoder(AutoConfig.from_pretrained(self.name)) and bool(load_tokenizer(self.name, needed=False))
+            return is_decoder(load_config(self.name)) and bool(load_tokenizer(self.name, needed=False))
         # loading the model says what is wrong
         except (OSError, ValueError, KeyError):
             return False
 
     def load(self) -> nn.Module:
-        model: nn.Module = load_model(self.name)
+        model = load_model(self.name)
+        # before hours of work, not after them
+        check_generation(model)
         # what a model keeps to go on with a text takes memory
         self.used_cache = _use_cache(model, False)
         return model
@@ -192,31 +211,88 @@ class PretrainedModel(Source):
             )
         return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
 
+    def window(self, most: int) -> int:
+        with suppress(OSError, ValueError, KeyError, RankwiseError):
+            return default_window(load_config(self.name), most)
+        return most
+
     def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
         # the tokenizer is read again when the model is saved: meanwhile its memory may be needed
         tokenizer = load_tokenizer(self.name, needed=True)
         try:
-            config = AutoConfig.from_pretrained(self.name)
+            config = load_config(self.name)
         except (OSError, ValueError, KeyError):
             # there is none, which loading the model will say
             config = None
         special = special_tokens(tokenizer, config)
-        read = None if calibration.file is None else read_windows(encoder(tokenizer), calibration, special=special)
+        # of each text as many as the model generates
+        number = max(1, calibration.num_windows // (len(calibration.files) + 1)) if calibration.generated else 0
+        given, own = (replace(calibration, num_windows=n) for n in (calibration.num_windows - number or 1, number or 1))
+        read = None if calibration.file is None else read_windows(encoder(tokenizer), given, special=special)
+        elsewhere = windows_elsewhere(encoder(tokenizer), calibration, special=special)
+        if read is not None:
+            texts = ", ".join(path.name for path in calibration.files)
+            found = torch.cat([*read.used, *read.kept_back])
+            check_known(found, tokenizer.unk_token_id, tokenizer.unk_token, "`calibration`", texts)
         del tokenizer
         release_freed_memory()
 
         def prepare(model: Any) -> Data:
+            if read is None and offload_of(model) is not None:
+                raise RankwiseError(
+                    "A model that is read from disk would take hours to generate its own calibration text, but none is "
+                    "given. Name one with --calibration, or use --offload none with a device on which it fits."
+                )
             windows = generated_windows(model, calibration, special) if read is None else read
-            _check_windows(model, [*windows.used, *windows.kept_back])
+            windows = windows._replace(elsewhere=elsewhere)
+            _check_windows(model, [*windows.used, *(w for some in windows.compared.values() for w in some)])
+            if read is not None and calibration.generated:
+                windows = windows.mixed(generated_windows(model, own, special), OWN_NAME)
             # an encoder-decoder goes on with the text that it reads
             names = [name for name in ("input_ids", "decoder_input_ids") if name in signature(model.forward).parameters]
 
             def batch(some: Tensor) -> dict[str, Tensor]:
-                return dict.fromkeys(names, some.to(model.device))
+                return dict.fromkeys(names, some.to(device_of(model)))
 
             return Data.of(windows, batch, model, is_decoder=is_decoder(model.config))
 
         return prepare
+
+
+@torch.no_grad()
+def generated_windows(model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0) -> Windows:
+    """Windows that a decoder generates itself, word by word as likely as it finds them, each from the beginning.
+
+    They are like what the model has learned, of every kind in its proportion, where no text says what it is for.
+    """
+    wanted = calibration.num_windows + calibration.num_kept_back
+    length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
+    first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
+    state = torch.get_rng_state()
+    try:
+        with evaluating(model):
+            torch.manual_seed(seed)
+            found = [
+                model.generate(
+                    torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
+                    attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
+                    max_new_tokens=length,
+                    min_new_tokens=length,
+                    do_sample=True,
+                    top_k=0,
+                    top_p=1.0,
+                    temperature=1.0,
+                    use_cache=True,
+                ).cpu()
+                for done in range(0, wanted, GENERATED)
+            ]
+    finally:
+        torch.set_rng_state(state)
+    windows = torch.cat(found)
+    # where nothing is to come first, the token that text was generated from goes
+    made = kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
+    line = OWN_TEXT.format(len(made.used), len(made.used[0]))
+    return made._replace(notes=[line, *made.notes] if calibration.file is None else made.notes)
 
 
 def _use_cache(model: Any, wanted: bool | None) -> bool | None:
@@ -232,13 +308,22 @@ def _check_windows(model: Any, windows: list[Tensor]) -> None:
     """Refuse windows that the model cannot read."""
     length, places = len(windows[0]), positions_of(model)
     if places is not None and length > places:
-        raise DataError(f"A window must be at most {places} tokens, which is all the model reads, but is {length}.")
+        raise DataError(
+            f"A window must be at most {places} tokens, which is all the model reads, but is {length}. Pass --window."
+        )
     largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
 
 
+def default_window(config: Any, window: int) -> int:
+    """`window`, or all that the model reads where that is less."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(window, most) if isinstance(most, int) and most > 0 else window
+
+
 def load_config(name: str) -> Any:
     """The configuration of that folder or name."""
     with _one_line(name):
+        check_counts(Path(name))
         return AutoConfig.from_pretrained(name, **source_of(name))

@@ -22,7 +22,7 @@ from rankwise.core.budget import SizeReport, count
 from rankwise.deploy.quantize import check_unrounded
 from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import refuse_gated
-from rankwise.errors import InvalidTypeError, InvalidValueError, RankwiseError
+from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError, shortened
 from rankwise.files import fingerprint, read_json, sealed, write_json
 from rankwise.hf.bounds import WHOLE
 from rankwise.hf.card import OWN_RESULTS, RESULTS, UNNAMED, BeforeAfter, Card, sections_of, write_card
@@ -103,6 +103,7 @@ def _check(model: PreTrainedModel, size: SizeReport | None, figures: Mapping[str
             "Use `rankwise.save` for others."
         )
     refuse_gated(model, "A saved model")
+    check_generation(model)
     if size is not None and not size.nonzeros and size.exported != count(model):
         raise RankwiseError(
             f"`size` must be the report of this model of {count(model):,} parameters, but describes one of "
@@ -114,6 +115,20 @@ def _check(model: PreTrainedModel, size: SizeReport | None, figures: Mapping[str
                 raise InvalidValueError(
                     f"`{word}` must give two numbers by name, dense and compact, but {name!r} has {pair!r} instead."
                 )
+
+
+def check_generation(model: PreTrainedModel) -> None:
+    """Refuse settings of `generate` that transformers loads with a warning, but does not save."""
+    if not model.can_generate():
+        return
+    try:
+        model.generation_config.validate(strict=True)
+    # a stranger's file may hold values of any type
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"generation_config.json must be one that transformers also saves, but is not: {shortened(error)} "
+            "Correct it, or remove it."
+        ) from None
 
 
 def check_pretrained_target(target: Path, overwrite: bool) -> None:

@@ -46,7 +46,8 @@ class Int8Linear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight_OI = layer.weight.detach().float()
+        # oneDNN packs bytes in the order in which they lie, whatever the strides
+        weight_OI = layer.weight.detach().float().contiguous()
         scale_O = scales(weight_OI)
         self.register_buffer("weight_OI", (weight_OI / scale_O).round_().to(torch.int8))
         self.dtype = layer.weight.dtype

@@ -61,11 +61,30 @@ class LowRankGroup(nn.Module):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """The outputs of all layers, one after the other."""
+        if self._has_plain_products(x_BI):
+            outputs = self.outputs_of(x_BI)
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         y_BO: Tensor = torch.ops.rankwise.low_rank_group(
             x_BI, self.q_RI, self.p, self.tiles, self.large_tiles, self.targets, self.bias, self.ranks, self.rows,
             sum(self.outputs),
         )  # fmt: skip
         return y_BO
+
+    def outputs_of(self, x_BI: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of each layer."""
+        if not self._has_plain_products(x_BI):
+            return torch.split(self(x_BI), self.outputs, -1)
+        # in two dimensions: parts of h with more would be multiplied as batches
+        h_MR = F.linear(x_BI.reshape(-1, x_BI.shape[-1]), self.q_RI)
+        factors = second_factors(self.p, self.ranks, self.rows)
+        biases = [None] * len(factors) if self.bias is None else torch.split(self.bias, self.rows)
+        parts = zip(torch.split(h_MR, self.ranks, -1), factors, biases, strict=True)
+        return tuple(F.linear(h, p, bias).view(*x_BI.shape[:-1], len(p)) for h, p, bias in parts)
+
+    def _has_plain_products(self, x_BI: Tensor) -> bool:
+        """Whether cuBLAS is as fast as our kernels: a compiler can fuse its products with what follows."""
+        num_rows = x_BI.shape[:-1].numel()
+        return self.targets is None and (num_rows > MOST_ROWS or (num_rows > 1 and len(self.ranks) == 1))
 
     def extra_repr(self) -> str:
         return f"in_features={self.q_RI.shape[1]}, ranks={self.ranks}, outputs={self.outputs}"
@@ -118,11 +137,7 @@ def low_rank_group(
 ) -> Tensor:
     """`low_rank_group_reference`, by fewer kernels if there are few rows and they are on a GPU."""
     num_rows = x_BI.shape[:-1].numel()
-    # cuBLAS is as fast at a single pair and several rows
-    is_pair = num_rows > 1 and len(ranks) == 1 and targets is None
-    if is_pair or not (
-        x_BI.is_cuda and HAS_TRITON and 0 < num_rows <= MOST_ROWS and x_BI.dtype != torch.float64 and len(q_RI)
-    ):
+    if not (x_BI.is_cuda and HAS_TRITON and 0 < num_rows <= MOST_ROWS and x_BI.dtype != torch.float64 and len(q_RI)):
         return low_rank_group_reference(x_BI, q_RI, p, tiles, large_tiles, targets, bias_O, ranks, rows, num_outputs)
     from rankwise.kernels.low_rank_kernels import second_of_rows, single_row
 
@@ -133,21 +148,6 @@ def low_rank_group(
             h_MR = F.linear(x_BI.reshape(num_rows, -1), q_RI)
             y = second_of_rows(h_MR, p, large_tiles, targets, bias_O, num_outputs)
     return y.view(*x_BI.shape[:-1], num_outputs)
-
-
-def many_rows(
-    x_BI: Tensor, q_RI: Tensor, p: Tensor, bias_O: Tensor | None, ranks: list[int], rows: list[int]
-) -> Tensor:
-    """The reference for many rows, without a copy of the outputs: each part is written where it belongs."""
-    h_MR = F.linear(x_BI.reshape(-1, x_BI.shape[-1]), q_RI)
-    y_MO = h_MR.new_empty(len(h_MR), sum(rows))
-    sizes = [rank * count for rank, count in zip(ranks, rows, strict=True)]
-    parts = zip(torch.split(h_MR, ranks, 1), torch.split(p, sizes), torch.split(y_MO, rows, 1), strict=True)
-    for h, weights, y in parts:
-        torch.mm(h, weights.view(y.shape[1], h.shape[1]).t(), out=y)
-    if bias_O is not None:
-        y_MO += bias_O
-    return y_MO.view(*x_BI.shape[:-1], sum(rows))
 
 
 @low_rank_group.register_fake
@@ -180,12 +180,17 @@ def low_rank_group_reference(
 ) -> Tensor:
     """The outputs of all parts in plain PyTorch: one product with the first factors, one with each second factor."""
     h_BR = F.linear(x_BI, q_RI)
-    sizes = [rank * count for rank, count in zip(ranks, rows, strict=True)]
-    parts = zip(torch.split(h_BR, ranks, -1), torch.split(p, sizes), rows, strict=True)
-    y_BN = torch.cat([F.linear(h, weights.view(count, h.shape[-1])) for h, weights, count in parts], -1)
+    parts = zip(torch.split(h_BR, ranks, -1), second_factors(p, ranks, rows), strict=True)
+    y_BN = torch.cat([F.linear(h, weights) for h, weights in parts], -1)
     if targets is not None:
         # where each output stands; index -1 is a place behind the last output, for components that are none
         sources = torch.empty(num_outputs + 1, dtype=torch.long, device=x_BI.device)
         sources[targets.long()] = torch.arange(len(targets), device=x_BI.device)
         y_BN = torch.cat([y_BN, h_BR], -1).index_select(-1, sources[:num_outputs])
     return y_BN if bias_O is None else y_BN + bias_O
+
+
+def second_factors(p: Tensor, ranks: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+    """The second factor of each part, which are stored one after the other."""
+    sizes = [rank * count for rank, count in zip(ranks, rows, strict=True)]
+    return [part.view(count, rank) for part, rank, count in zip(torch.split(p, sizes), ranks, rows, strict=True)]

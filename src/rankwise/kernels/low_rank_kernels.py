@@ -1,9 +1,9 @@
 """The Triton kernels of `low_rank.py`: both products for a single row of input, and the second one for a few rows.
 
-For a single row the time is that of reading the weights. The first product is split over spans of its inputs, so that a
-matrix of few rows still keeps the whole GPU busy; the second product adds up the spans, in a fixed order. Where the GPU
-can launch a dependent kernel early (from compute capability 9.0), the second one reads its first weights while the
-first one is still running.
+For a single row the time is that of reading the weights. A program of the first product reads one row of Q at once; if
+rows are long, it reads a span of them, so that a matrix of few rows still keeps the whole GPU busy, and the second
+product adds up the spans, in a fixed order. Where the GPU can launch a dependent kernel early (from compute capability
+9.0), the second one reads its first weights while the first one is still running.
 
 Shapes: S = spans of inputs, M = rows, I = inputs, R = components, O = outputs, N = rows of second factors. Inside of a
 kernel D is the number of inputs and W that of outputs.
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from rankwise.kernels.low_rank import ALIGNMENT, LARGE_TILE, TILE
 
+WHOLE = 4096
+"""A program of the first product reads a whole row of Q with up to this many inputs, all at once."""
 ROWS, INNER, SPAN = 2, 1024, 2048
-"""Of the first product: rows of Q of one program, inputs that it reads at a time, and about how many in all."""
+"""Of longer rows: how many one program reads, inputs that it reads at a time, and about how many in all."""
 FEW_TILES = 512
 """Programs of fewer tiles read more weights at a time."""
 COPIED = 256
@@ -156,11 +158,13 @@ def single_row(
 ) -> Tensor:
     """The outputs of a group for a single row of input."""
     rank, num_inputs = q_RI.shape
-    span = triton.cdiv(num_inputs, max(1, round(num_inputs / SPAN)))
+    rows, inner, span = 1, triton.next_power_of_2(num_inputs), num_inputs
+    if num_inputs > WHOLE:
+        rows, inner, span = ROWS, INNER, triton.cdiv(num_inputs, round(num_inputs / SPAN))
     spans, early = triton.cdiv(num_inputs, span), launches_early(x_I.device)
     h_SR = x_I.new_empty(spans, rank, dtype=torch.float32)
-    first_product_kernel[(triton.cdiv(rank, ROWS), spans)](
-        x_I, q_RI, h_SR, rank, num_inputs, span, ROWS, INNER, early, num_warps=4
+    first_product_kernel[(triton.cdiv(rank, rows), spans)](
+        x_I, q_RI, h_SR, rank, num_inputs, span, rows, inner, early, num_warps=4
     )
     y_O = x_I.new_empty(num_outputs)
     stored, copies = _copies(targets, rank)

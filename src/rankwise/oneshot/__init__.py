@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, count
+from rankwise.core.calibrate import has_room
+from rankwise.core.placement import offload_of
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights
+from rankwise.core.sampled import loss_of_choices, sampled_loss
 from rankwise.core.targets import Target, find_target
-from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.svd import Svd
@@ -24,10 +26,11 @@ from rankwise.methods.width import Width
 from rankwise.oneshot.blockwise import RefinedBlocks, Refinement
 from rankwise.oneshot.both import NeuronsThenRanks, check_share
 from rankwise.oneshot.data import CalibrationData, Progress
-from rankwise.oneshot.loss import loss_of_choices, sampled_loss
 from rankwise.oneshot.narrow import WidthSvd, narrow_all, oneshot_method
 from rankwise.oneshot.ranks import RANKS, Ranks, Shrink
-from rankwise.sizes import check_arguments, plan_for_method, size_account
+from rankwise.oneshot.smoothing import Smoothing
+from rankwise.oneshot.streamed import StreamedData
+from rankwise.sizes import check_arguments, check_loss, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import copied
 
@@ -36,6 +39,7 @@ __all__ = [
     "Ranks",
     "RefinedBlocks",
     "Refinement",
+    "Smoothing",
     "compress",
     "default_plan",
     "loss_of_choices",
@@ -50,6 +54,11 @@ EMBEDDING = "an embedding, which embeddings=True (--embeddings yes) compresses"
 NO_BLOCKS = (
     "`refinement` needs calibration data and a model of blocks, layers in an `nn.ModuleList` of which each is called "
     "once with the output of the one before, but there are none here. Leave it out."
+)
+
+ON_DISK = (
+    'A model whose blocks are on disk is compressed in place, by method="svd" and with calibration data. Pass '
+    'these, or use --offload none (offload="none") with a device on which it fits, such as cpu.'
 )
 
 
@@ -71,6 +80,7 @@ def compress(
     in_place: bool = False,
     ranks: Ranks = "global",
     anchor: bool = False,
+    smoothing: Smoothing | None = None,
     refinement: Refinement | None = None,
     refined: RefinedBlocks | None = None,
     progress: Progress | None = None,
@@ -98,6 +108,7 @@ def compress(
         anchor: with `calibration` and in a model of blocks, fit matrices to the outputs of the dense model, whose
             inputs differ from those that they read once layers before them are compressed. Better on the text of
             the calibration where very much is removed, worse on others (docs/log/one-shot.md).
+        smoothing: with `calibration`, how far it is taken as less special than it is, for the sake of other texts.
         refinement: with `calibration`, train every block for some steps towards the outputs of the dense block; this
             takes a batch a step, and as much text as there is.
         refined: keeps blocks that were refined, so that a call that was stopped can go on.
@@ -105,6 +116,11 @@ def compress(
     """
     batches = None if calibration is None else list(calibration)
     _check(model, budget, batches, rank_multiple, loss, ranks)
+    if (offload := offload_of(model)) is not None:
+        if method != "svd" or not batches or not in_place:
+            raise RankwiseError(ON_DISK)
+        # layers are found, and split, where they lie
+        offload.put_back()
     example = batches[0] if example is None and batches else example
     where = find_target(target, model)
     how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or bool(embeddings))
@@ -122,6 +138,7 @@ def compress(
     if isinstance(how, WidthSvd):
         plan_for_method(model, plan, Width())
         shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
+        shared["smoothing"] = smoothing
         low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
         both = NeuronsThenRanks(compress, plan, limit, shared, low_rank)
         share = both.best_share(model, batches, given) if width_share is None else width_share
@@ -129,20 +146,40 @@ def compress(
     else:
         model = model if in_place else copied(model)
         split(model, [use.name for site in plan.sites for use in site.uses])
-        blocks = {"in_blocks": isinstance(how, Svd), "refined": refinement.steps > 0}
-        data = CalibrationData(model, plan, batches, progress, **blocks)
+        data = _data(model, plan, batches, progress, low_rank=isinstance(how, Svd), refined=refinement.steps > 0)
         if refinement.steps and not data.blocks:
             raise RankwiseError(NO_BLOCKS)
         if loss is not None and batches:
             data.weigh(loss, given)
+        data.smoothing = smoothing or data.smoothing
         if isinstance(how, Svd):
             shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
             shrink.all(anchor=anchor, refinement=refinement, refined=refined)
         else:
             narrow_all(data, account, limit, even=ranks == "even")
         families.changed(model)
-        verify_layers(model, Batch(example))
+        data.verify(example)
     return model if budget.dtype is None else model.to(budget.dtype)
+
+
+def _data(
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Any] | None,
+    progress: Progress | None,
+    *,
+    low_rank: bool,
+    refined: bool,
+) -> CalibrationData:
+    """Calibration data, block by block where that is needed: for a model on disk, or a large one."""
+    offload = offload_of(model)
+    if batches and low_rank and (offload is not None or not has_room(plan.sites)):
+        try:
+            return StreamedData(model, plan, batches, progress, refined=refined)
+        except RankwiseError:
+            if offload is not None:
+                raise
+    return CalibrationData(model, plan, batches, progress, in_blocks=low_rank, refined=refined)
 
 
 def _check(
@@ -151,12 +188,8 @@ def _check(
     check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
     if ranks not in RANKS:
         raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
-    if not callable(loss) and loss not in ("sampled", None):
-        raise InvalidValueError(f'`loss` must be a function, "sampled" or None, but is {loss!r} instead.')
-    if callable(loss) and batches is None:
-        raise RankwiseError(
-            "`loss` must go with `calibration`, but there is none. Pass batches of input for the model."
-        )
+    # "sampled" is the default, with or without data
+    check_loss(loss, loss == "sampled" or batches is not None)
 
 
 def default_plan(model: nn.Module, *, embeddings: bool | None = None, exclude: Sequence[str] = ()) -> Plan:

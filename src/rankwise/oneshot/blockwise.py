@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.blocks import Call, StopForward, inputs_of, record_calls
+from rankwise.core.blocks import Call, StopForward, inputs_of
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Site
 from rankwise.errors import InvalidValueError
@@ -63,14 +63,21 @@ class RefinedBlocks(Protocol):
 class Blocks:
     """The blocks of a model while it is compressed: what each reads in the dense model, and in the compressed one."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], batches: Sequence[object], *, anchor: bool) -> None:
-        self.model, self.names, self.batches, self.anchor = model, names, batches, anchor
-        self.dense_inputs, self.dense_calls = record_calls(model, names, batches)
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        record: Callable[[], tuple[list[Tensor], list[list[Call]]]],
+        *,
+        anchor: bool,
+    ) -> None:
+        self.model, self.names, self.record, self.anchor = model, names, record, anchor
+        self.dense_inputs, self.dense_calls = record()
         self.inputs, self.calls = self.dense_inputs, self.dense_calls
 
     def start(self) -> None:
         """Take up what layers before the first block give now that they are compressed."""
-        self.inputs, self.calls = record_calls(self.model, self.names, self.batches)
+        self.inputs, self.calls = self.record()
 
     def sites(self, number: int, sites: Sequence[Site]) -> list[Site]:
         """Those of `sites` that are in a block, without embeddings, which are looked up."""

@@ -5,27 +5,25 @@ A few matrices at a time: data run through the model once for each group, whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.blocks import find_blocks, output_gradients
-from rankwise.core.calibrate import count_calls, moment_bytes, output_fisher, second_moments
+from rankwise.core.blocks import Call, find_blocks, output_gradients, record_calls
+from rankwise.core.calibrate import Loss, count_calls, loss_weights, moment_bytes, second_moments, weighed
 from rankwise.core.factorize import Moments
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.plan import Plan, Site
-from rankwise.oneshot.loss import sampled_loss
+from rankwise.core.verify import Batch, verify_layers
+from rankwise.oneshot.smoothing import Smoothing
 
 Progress = Callable[[str, int, int], None]
 SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
 """Moments may always take this much memory."""
-FISHER_BYTES = 2**32
-"""How errors in two outputs of a layer add up is measured for models for which that takes no more memory."""
 
 
 class CalibrationData:
@@ -45,21 +43,21 @@ class CalibrationData:
         self.progress: Progress = progress or (lambda what, done, total: None)
         self.weights: dict[str, Moments] = {}
         """What the loss depends on (`output_fisher`), for the sites that it depends on; empty without a loss."""
+        self.lasts: list[Tensor] | None = None
+        """What the last block gave for each batch when the blocks were last run one by one."""
         self.unreached: set[str] = set()
         self.calls = [count_calls(model, plan, batch) for batch in (batches or [])[:1]]
         """Calls of the first batch, and of the others where they are needed."""
-        self.blocks = self._find_blocks() if in_blocks and batches else []
+        self.blocks = self._called_once(self._find_blocks()) if in_blocks and batches else []
         """Names of blocks that are compressed one after the other; empty if the model has none."""
         self.block_weights: dict[str, Tensor] = {}
         """How much the loss depends on the outputs of each block."""
+        self.smoothing = Smoothing()
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = max(int(SHARE * size), LEAST_BYTES)
 
-    def weigh(self, loss: Callable[[Any], Tensor] | Literal["sampled"], batches: Sequence[Any]) -> None:
+    def weigh(self, loss: Loss, batches: Sequence[Any]) -> None:
         """Weigh the outputs of every site by how much `loss` depends on them."""
-        drawn = loss == "sampled"
-        if loss == "sampled":
-            loss = sampled_loss(num_words=getattr(getattr(self.model, "config", None), "num_words", None))
 
         def counted() -> Iterator[Any]:
             for done, batch in enumerate(batches):
@@ -67,18 +65,38 @@ class CalibrationData:
                 yield batch
             self.progress("gradients", len(batches), len(batches))
 
-        squares = sum(site.shape[0] ** 2 for site in self.plan.sites if not site.has_embedding)
-        whole = 4 * squares <= FISHER_BYTES
         with output_gradients(self.model, self.blocks if self.refined else []) as self.block_weights:
-            weights = output_fisher(self.model, self.plan, counted(), loss, whole=whole, drawn=drawn)
+            weights = loss_weights(self.model, self.plan, counted(), loss)
+        self._take(weights)
+
+    def _take(self, weights: Mapping[str, Moments]) -> None:
         self.weights = {name: found for name, found in weights.items() if found.rows_O is not None}
         self.unreached = {site.name for site in self.plan.sites if site.name not in weights}
         release_freed_memory()
 
+    def recall(self, number: int) -> None:
+        """Have the weights of a block, of which the one before was recalled before, if there are any."""
+
+    def forget(self, site: Site) -> None:
+        """Let go of the weights of a site that take memory, if they can be recalled."""
+
+    def finish(self, number: int, call: Call, x_BTD: Tensor) -> None:
+        """Go on from a block that is compressed; it reads `x_BTD`."""
+
+    def record(self) -> tuple[list[Tensor], list[list[Call]]]:
+        """What the first block reads of each batch, and for each block and batch what else it is called with."""
+        return record_calls(self.model, self.blocks, self.batches or [])
+
+    def verify(self, example: Any) -> None:
+        """Refuse a model whose code does with its compressed layers what it would not do with stock layers."""
+        verify_layers(self.model, Batch(example))
+
     def _find_blocks(self) -> list[str]:
-        """The blocks of the model, if every site in them is called once for each batch."""
         assert self.batches
-        names = find_blocks(self.model, self.batches[0])
+        return find_blocks(self.model, self.batches[0])
+
+    def _called_once(self, names: list[str]) -> list[str]:
+        """The blocks of the model, if every site in them is called once for each batch."""
         for site in self.plan.sites:
             inside = [use for use in site.uses if use.name.startswith(tuple(f"{name}." for name in names))]
             if inside and (len(site.uses) > 1 or self.calls[0].get(site.name, 1) > 1):
@@ -108,20 +126,17 @@ class CalibrationData:
             stops = self._stops(group) if len(groups) > 1 else None
             found = second_moments(self.model, Plan(tuple(group)), self.batches, last_calls=stops, dtype=torch.float32)
             for site in group:
-                moments = found.pop(site.name)
-                if moments.inputs_II is None and moments.rows_O is None:
-                    self.unreached.add(site.name)
-                yield site, self.weighed(site, moments)
+                yield site, self._reached(site, found.pop(site.name))
             release_freed_memory()
 
+    def _reached(self, site: Site, moments: Moments) -> Moments:
+        if moments.inputs_II is None and moments.rows_O is None:
+            self.unreached.add(site.name)
+        return self.weighed(site, moments)
+
     def weighed(self, site: Site, moments: Moments) -> Moments:
-        """The moments of a site with the weights of its outputs."""
-        if (weights := self.weights.get(site.name)) is None:
-            return moments
-        inputs_II = moments.inputs_II
-        if weights.inputs_II is not None:
-            inputs_II = weights.inputs_II if inputs_II is None else inputs_II + weights.inputs_II
-        return replace(moments, inputs_II=inputs_II, rows_O=weights.rows_O, outputs_OO=weights.outputs_OO)
+        """The moments of a site with the weights of its outputs, smoothed."""
+        return self.smoothing(site, weighed(moments, self.weights.get(site.name)))
 
     def _stops(self, group: Sequence[Site]) -> list[tuple[str, int] | None]:
         """For each batch the call behind which it may stop; None if it does not call all uses, and may yet."""

@@ -63,7 +63,7 @@ class Shrink:
             self._plain(self.sites)
         else:
             assert data.batches is not None
-            blocks = Blocks(data.model, data.blocks, data.batches, anchor=anchor)
+            blocks = Blocks(data.model, data.blocks, data.record, anchor=anchor)
             before, after = data.around_blocks()
             self._plain(before)
             if before:
@@ -74,14 +74,18 @@ class Shrink:
                     if moments.inputs_II is None:
                         data.unreached.add(site.name)
                     self._one(site, data.weighed(site, moments))
+                    data.forget(site)
 
                 def step(done: int, number: int = number) -> None:
                     data.progress("refining", number * refinement.steps + done, len(data.blocks) * refinement.steps)
 
+                data.recall(number)
+                weights_DD, example = data.block_weights.get(name), (blocks.calls[number][0], blocks.inputs[0])
                 sites = blocks.sites(number, self.sites)
-                weights_DD = data.block_weights.get(name)
                 blocks.compress(number, sites, shrink, weights_DD, refinement, refined, step)
+                data.finish(number, *example)
                 release_freed_memory()
+            data.lasts = blocks.inputs
             self._plain(after)
         # less where pivots would have suffered in half precision
         counted = self.account.size([self.counts[site.name] for site in self.sites])
@@ -109,7 +113,8 @@ def _scores(data: CalibrationData, method: Svd, curves: Mapping[str, CostCurve])
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
         else:
             energy = energy_of_source(source(data.model, site), curve.num_components, moments)
-        scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights))
+        # blocks may be on several devices
+        scores[site.name] = method.scores(site, energy, curve, comparable=bool(data.weights)).cpu()
         release_freed_memory()
         data.progress("ranks", done, len(curves))
     return scores

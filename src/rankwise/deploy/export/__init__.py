@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +42,11 @@ class Onnx(Format):
     """
 
     name, file, packages = "onnx", "model.onnx", ("onnx", "onnxscript", "onnxruntime")
+
+    def has_loops(self) -> bool:
+        # torch's exporter, in newer versions
+        hop = "torch.onnx._internal.exporter._torchlib.ops.hop"
+        return find_spec(hop) is not None and hasattr(imported(hop), "higher_order_scan")
 
     def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
         _allow_any_strides(captured.program)

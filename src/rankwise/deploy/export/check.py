@@ -56,6 +56,10 @@ class Format(ABC):
     int8_packages: ClassVar[tuple[str, ...] | None] = ()
     """What else must be for weights of 8 bits; None where there are none."""
 
+    def has_loops(self) -> bool:
+        """Whether a recurrence can be written as a loop; otherwise it is unrolled."""
+        return False
+
     @abstractmethod
     def convert(self, captured: Captured, int8: bool) -> Callable[[Path], None]:
         """Convert a captured model; what is returned writes it into a folder."""
@@ -82,8 +86,12 @@ class Format(ABC):
         *,
         int8: bool = False,
         tolerance: float | None = None,
+        tell: Callable[[str], None] = lambda step: None,
     ) -> Exported:
-        """Write a new folder; it gets its name once what is in it has been loaded and compared with the model."""
+        """Write a new folder; it gets its name once what is in it has been loaded and compared with the model.
+
+        `tell` is called with every step before it is taken, because some take minutes.
+        """
         if int8 and self.int8_packages is None:
             raise CheckpointError(
                 f"`int8` goes with onnx and openvino, but the format is {self.name}. Choose one of these."
@@ -93,13 +101,16 @@ class Format(ABC):
         target = Path(path).resolve()
         if target.exists():
             raise CheckpointError(f"The exported folder must be new, but {target} exists. Choose another name.")
-        captured = capture(model, example_inputs)
+        tell("capturing")
+        captured = capture(model, example_inputs, loops=self.has_loops())
+        tell(f"writing for {self.name}")
         with quiet():
             write = self.convert(captured, int8)
         with whole_folder(target) as unfinished:
             rule = f"The model must be one that can be written as {self.name}, but its tools say"
             with one_line_errors(rule, keep=(OSError,)), quiet():
                 write(unfinished)
+            tell("comparing")
             files = sorted(unfinished.iterdir())
             allowed = tolerance if tolerance is not None else INT8_TOLERANCE if int8 else TOLERANCE
             made = Exported(

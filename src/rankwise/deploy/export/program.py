@@ -59,14 +59,21 @@ class Captured:
 
 
 class FlatModel(nn.Module):
-    """A model that takes named tensors and gives a tuple of tensors."""
+    """A model that takes named tensors and gives a tuple of tensors. An attention mask has the shape of its words."""
 
     def __init__(self, model: nn.Module, example: Inputs) -> None:
         super().__init__()
         self.model = model
         self.lengths = {name: len(value) for name, value in example.items() if not isinstance(value, Tensor)}
+        shapes = {name: value.shape for name, value in example.items() if isinstance(value, Tensor)}
+        texts = {name: name.replace("attention_mask", "input_ids") for name in shapes if "attention_mask" in name}
+        self.texts = {name: words for name, words in texts.items() if shapes[name] == shapes.get(words)}
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        for mask, words in self.texts.items():
+            for one, other in zip(inputs[mask].shape, inputs[words].shape, strict=True):
+                # a graph that could repeat a mask for other words would leave its sizes open
+                torch._check(one == other)  # type: ignore[no-untyped-call]
         given: dict[str, Any] = dict(inputs)
         for name, length in self.lengths.items():
             given[name] = tuple(given.pop(f"{name}_{i}") for i in range(length))
@@ -113,10 +120,11 @@ def _flat(values: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     return found
 
 
-def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
+def capture(model: nn.Module, example_inputs: Inputs, *, loops: bool = False) -> Captured:
     """Capture a model for every size of its inputs that the model itself leaves open.
 
-    A size of 1 in the example counts as fixed, so give a batch and a length of 2 or more.
+    A size of 1 in the example counts as fixed, so give a batch and a length of 2 or more. With `loops`, a recurrence
+    may be a loop over any number of steps; otherwise it is unrolled.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
@@ -126,7 +134,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Captured:
             "Example: {'input_ids': tokens}."
         )
     inputs = flatten(example_inputs)
-    flat = FlatModel(exportable(model), example_inputs)
+    flat = FlatModel(exportable(model, loops=loops), example_inputs)
     reference = FlatModel(model, example_inputs)
     # a graph captured with a size of 1 may hold for no other, where engines repeat what has that size
     kinds = torch.export.Dim
@@ -209,7 +217,7 @@ class ZeroForMaskedQueries(TorchFunctionMode):
         return torch.where(visible.any(-1, keepdim=True), found, 0.0)
 
 
-def exportable(model: nn.Module) -> nn.Module:
+def exportable(model: nn.Module, *, loops: bool = False) -> nn.Module:
     """A copy of `model` in evaluation mode that shares its weights, with layers replaced that engines cannot run."""
     refuse_gated(model, "An exported model")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -221,7 +229,7 @@ def exportable(model: nn.Module) -> nn.Module:
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     made = copied(model, memo).eval()
     for module in list(made.modules()):
-        replacement = _replacement(module)
+        replacement = _replacement(module, loops=loops)
         if replacement is not None:
             sizes = {name: getattr(module, name) for name in _SIZES if hasattr(module, name)}
             become(module, replacement.eval())
@@ -232,7 +240,7 @@ def exportable(model: nn.Module) -> nn.Module:
     return made.eval()
 
 
-def _replacement(module: nn.Module) -> nn.Module | None:
+def _replacement(module: nn.Module, *, loops: bool) -> nn.Module | None:
     """The module that replaces one which engines cannot run, or run slowly; None to keep it."""
     if isinstance(module, SelectedLinear):
         return _without_inputs(module.columns, module.bias) or IndexedLinear(module)
@@ -245,7 +253,7 @@ def _replacement(module: nn.Module) -> nn.Module | None:
         words = isinstance(module[0], nn.Embedding)
         return _without_inputs(module[1].weight, module[1].bias, for_words=words)
     if callable(own := getattr(module, "for_export", None)):
-        made: nn.Module = own()
+        made: nn.Module = own(loops=loops)
         return made
     return None
 

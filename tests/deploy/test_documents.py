@@ -1,0 +1,125 @@
+"""Documents of a JSONL file: windows keep them apart, and conversations are written as the model expects."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from rankwise.deploy.documents import SpecialTokens, TextEncoder, check_known, packed
+from rankwise.deploy.inputs import Calibration, text_windows
+from rankwise.errors import DataError
+
+WORDS = ["<unk>", "<s>", "</s>", "user", "bot", *(f"w{i}" for i in range(40))]
+NUMBER = {word: i for i, word in enumerate(WORDS)}
+TEMPLATE = "<s> {% for each in messages %}{{ each['role'] }} {{ each['content'] }} </s> {% endfor %}"
+
+
+def encoder(template: str | None = TEMPLATE) -> TextEncoder:
+    made = Tokenizer(models.WordLevel(NUMBER, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    words.chat_template = template
+    return TextEncoder(words)
+
+
+def numbers(text: str) -> list[int]:
+    return [NUMBER[word] for word in text.split()]
+
+
+def lines(path: Path, *documents: Any) -> Path:
+    path.write_text("\n".join(map(json.dumps, documents)) + "\n", encoding="utf-8")
+    return path
+
+
+def windows(path: Path, length: int, number: int = 50, **given: Any) -> list[list[int]]:
+    calibration = Calibration(file=path, num_windows=number, window=length)
+    found = text_windows(given.pop("encode", encoder()), calibration, **given)
+    return [window.tolist() for window in found]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 15), st.integers(0, 2))
+def test_a_window_begins_with_a_document_or_goes_on_in_a_long_one(sizes: list[int], length: int, marks: int) -> None:
+    documents = [[100 * i + j for j in range(size)] for i, size in enumerate(sizes, 1)]
+    between = [-1] * marks
+    found = list(packed(documents, length, between))
+    assert all(len(window) == length for window in found)
+    for window in found:
+        first = window[0]
+        assert first == -1 or first % 100 == 0 or sizes[first // 100 - 1] > length
+        for one, other in pairwise(window):
+            # a document goes on, or ends where the next one or its marks begin
+            assert other == one + 1 or (other == -1 if marks else other % 100 == 0) or one == -1
+    tokens = [token for window in found for token in window if token != -1]
+    assert tokens == sorted(set(tokens))
+    # no more is left out than the ends of short documents and the last window
+    assert len(found) >= sum(size // length for size in sizes if size > length)
+
+
+def test_documents_end_as_the_model_knows_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "w1 w2"}, {"text": "w3 w4 w5"}, {"text": "w6"})
+    bos = SpecialTokens(before=(1,))
+    assert windows(path, 9, special=bos) == [numbers("<s> w1 w2 </s> <s> w3 w4 w5 </s>")]
+    around = SpecialTokens(before=(1,), after=(0,))
+    assert windows(path, 9, special=around) == [numbers("<s> w1 w2 <unk> <s> w3 w4 w5 <unk>")]
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "w1 w2"}, {"role": "bot", "content": "w3"}]
+    path = lines(tmp_path / "a.jsonl", {"messages": said}, {"messages": said[:1]})
+    # the template begins as a window does, which is not done twice
+    wanted = "<s> user w1 w2 </s> bot w3 </s> <s> user w1 w2 </s>"
+    assert windows(path, 13, special=SpecialTokens(before=(1,))) == [numbers(wanted)]
+    with pytest.raises(DataError, match=r"a.jsonl holds conversations .* need a tokenizer with a chat template"):
+        windows(path, 5, encode=encoder(None))
+    with pytest.raises(DataError, match=r"a.jsonl holds conversations"):
+        windows(path, 5, encode=numbers)
+    with pytest.raises(DataError, match="must suit the model's chat template, but do not: .*alternate"):
+        windows(path, 5, encode=encoder("{{ raise_exception('roles must alternate') }}"))
+
+
+@pytest.mark.parametrize(
+    "line", ["w1 w2", "[1]", '{"content": "w1"}', '{"messages": []}', '{"messages": 3}', '{"text": 3}', '{"text": "w']
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "w1"}\n\n' + line + '\n{"text": "w2"}\n')
+    with pytest.raises(DataError, match=r'a list of \{"role": ..., "content": ...\}, but line 3 is') as refused:
+        windows(path, 2)
+    assert "\n" not in str(refused.value)
+
+
+def test_of_a_long_file_only_places_are_read(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"text": f"w{10 + i // 200} " * 4} for i in range(4_000)))
+    found = windows(path, 4, number=4)
+    assert found == [numbers(f"w{i} " * 4) for i in (10, 15, 20, 25)]
+    # what lies between is not looked at
+    content = bytearray(path.read_bytes())
+    content[len(content) // 8] = 0xE9
+    path.write_bytes(content)
+    assert windows(path, 4, number=4) == found
+    with pytest.raises(DataError, match="must be UTF-8, but .*a.jsonl has the byte 0xe9"):
+        windows(path, 4, number=4_000)
+
+
+def test_an_empty_file_is_told_to_be_longer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n")
+    with pytest.raises(DataError, match="at least one window of 4 tokens, but .*a.jsonl has 0. Give a longer text"):
+        windows(path, 4)
+
+
+def test_a_text_in_characters_that_the_tokenizer_does_not_know_is_refused() -> None:
+    tokens = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 1, 2])
+    check_known(tokens, 0, "<unk>", "`calibration`", "a.txt")
+    check_known(tokens, None, None, "`calibration`", "a.txt")
+    with pytest.raises(DataError, match="characters of `calibration`, but 30% of the tokens of a.txt are <unk>"):
+        check_known(tokens % 3, 0, "<unk>", "`calibration`", "a.txt")
