@@ -49,6 +49,22 @@ def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.Cap
     assert run(["report", str(folder)]) == 0
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_every_part_of_a_table_names_its_rows_and_remarks_are_folded(
+    width: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run(["bench", str(folder), *QUICK, "--batch", "1,2"]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    tables = [part.splitlines() for part in parts if part.startswith("torch, batch")]
+    names = [f"{model}, {precision}" for precision in PRECISIONS for model in ("dense", "fac", "flop-l0", "taught")]
+    assert len(tables) == 2 if width == 80 else len(tables) > 2
+    for lines in tables:
+        assert [name for line in lines for name in names if line.startswith(f"{name} ")] == names
+    # remarks are one paragraph, after all tables
+    assert [place for place, part in enumerate(parts) if "faster:" in part or "Slower" in part] in ([], [len(tables)])
+
+
 def test_figures_that_cannot_be_kept_are_shown_all_the_same(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +115,7 @@ def test_a_model_saved_in_half_precision_is_timed_in_float32_as_the_table_says(
 def test_the_table_names_what_was_not_faster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", str(folder), *QUICK]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[0].split()[:4] == ["engine", "batch", "on", "model"]
+    assert said.out.startswith("torch, batch 1 x 5, 1 thread ")
     assert f"kept in {folder / 'record.json'}." in " ".join(said.out.split())
     assert said.err.startswith("timing torch, batch 1 x 5, 1 thread")
 

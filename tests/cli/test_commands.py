@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rankwise.cli.app import run
+from rankwise.cli.runs import _spread_of
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.experiments.presets import PRESETS
 from rankwise.lab.experiments.run_folder import load_run
@@ -169,6 +170,9 @@ def test_evaluate_names_a_character_that_the_run_does_not_know(
     place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.txt").write_text("ab c " * 500 + "z")
+    assert run(["evaluate", str(finished / "base"), "--text", str(tmp_path / "other.txt")]) == 2
+    assert "`--text` is for folders of transformers, but" in (told := capsys.readouterr().err)
+    assert "Name the text by --corpus.name FILE." in told
     other = ["evaluate", str(finished), *cache(place), "--corpus.name", str(tmp_path / "other.txt")]
     assert run([*other, "--split", "test"]) == 2
     assert "must be written in the 8 characters of the corpus, but has " in capsys.readouterr().err
@@ -232,6 +236,12 @@ def test_another_kind_of_run_in_the_same_folder_is_one_line(
         (line,) = capsys.readouterr().err.splitlines()
         assert f'in {finished} `format` was "rankwise-experiment" and is now' in line
     assert (finished / "record.json").read_bytes() == before
+
+
+def test_the_end_of_a_sweep_says_one_number_where_all_models_have_it() -> None:
+    row = {"name": "fac", "parameters": 22_002, "test": {"bits_per_character": 2.0}}
+    said = _spread_of({"runs": [{"rows": [row, {**row, "test": {"bits_per_character": 3.0}}]}]})
+    assert said.startswith("2 models have 22,002 parameters and 2.0000 to 3.0000 test ")
 
 
 def test_sweep_runs_the_grid_and_report_shows_it_again(

@@ -169,6 +169,21 @@ def test_a_dry_run_shows_what_will_be_run(place: Path, tmp_path: Path, capsys: p
     assert not [line for line in text if line.startswith("healing.")]
 
 
+def test_a_dry_run_counts_every_model_that_the_run_trains(
+    finished: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((finished / "record.json").read_text())
+    assert run(["run", "demo", *words(place), "--dry-run"]) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    names = {"base", *(row["name"] for row in record["rows"])}
+    number, listed = shown["trains"].removeprefix("trains").split(" models: ")
+    assert int(number) == len(names) == 5
+    assert set(listed.split(", ")) == names
+    logged = [(finished / name / "metrics.jsonl").read_text().splitlines() for name in names]
+    steps = sum(max(json.loads(line).get("step", 0) for line in lines) for lines in logged)
+    assert f"at most {steps:,} steps" in " ".join(line for line in shown.values())
+
+
 def test_a_size_out_of_reach_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "demo", "--budget.params", "10", "--dry-run"]) == 2
     assert "10" in capsys.readouterr().err

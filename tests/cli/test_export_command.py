@@ -31,7 +31,11 @@ def words(folders: Path, *more: str) -> list[str]:
 
 def test_both_models_are_exported_and_timed(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words(folders, "--to", "pt2", "--dense", str(folders / "dense"), "--json")) == 0
-    answer = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    unrolled = "(1 recurrent layers of 3 steps each, unrolled: may take minutes)"
+    steps = ("capturing", "writing for pt2", "comparing")
+    assert said.err.splitlines() == [f"{name} {unrolled}: {step}" for name in ("dense", "model") for step in steps]
+    answer = json.loads(said.out)
     rows = {row["name"]: row for row in answer["models"]}
     assert rows["model"]["parameters"] < rows["dense"]["parameters"]
     assert all(row["difference"] < 1e-4 and row["milliseconds"] > 0 for row in rows.values())

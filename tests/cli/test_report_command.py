@@ -153,9 +153,9 @@ def test_ctrl_c_ends_watching_and_leaves_a_page_that_stands_still(finished: Path
     assert " data-live>" not in file.read_text()
 
 
-def test_tables_are_not_looked_for_in_a_compressed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_folder_of_another_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "compression.json").write_text("{}")
     # transformers writes numbers of more than 64 bits
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
     assert run(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds a compressed model, which a page shows: add `-o report.html`." in capsys.readouterr().err
+    assert f"{tmp_path}: holds a compression.json of another version of rankwise" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def test_an_experiment_survives_json(name: str) -> None:
     assert from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_help_of_a_setting_names_no_part_of_the_code(name: str) -> None:
+    for setting in settings(preset(name)).values():
+        assert not re.search(r"this file|see `[A-Z]|\(`", setting.about), setting
+
+
 def test_a_dtype_survives_json(tmp_path: Path) -> None:
     experiment = toy(tmp_path, budget=Budget(megabytes=1, dtype=torch.float16))
     assert from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
@@ -35,6 +42,14 @@ def test_a_damaged_experiment_is_refused(tmp_path: Path) -> None:
     plain = toy(tmp_path).to_json()
     del plain["method"]
     with pytest.raises(RankwiseError, match="must hold all of its settings, but 'method'"):
+        from_json(plain)
+
+
+@pytest.mark.parametrize("value", [[], "2", 1.5, -1])
+def test_a_count_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+    plain = toy(tmp_path).to_json()
+    plain["corpus"]["min_count"] = value
+    with pytest.raises(RankwiseError, match="`min_count` must be a whole number of at least 0, but is"):
         from_json(plain)
 
 
@@ -177,7 +192,8 @@ def test_parts_that_are_missing_can_be_made_and_taken_away(tmp_path: Path) -> No
         ({"budget": "small"}, "`budget` must be none, or be set one by one, but is 'small'"),
         ({"base": "none", "base.lr": "1"}, "`base.lr` cannot be set where `base` is none"),
         ({"seed": "-1"}, "`seed` must be a whole number from 0 to .*, but is -1"),
-        ({"init": "whitened"}, '`init` must be "svd" or "random" in an experiment'),
+        ({"init": "whitened"}, '`init` must be "svd", "fisher" or "random" here'),
+        ({"init": "fisher", "base": "none"}, '`init` must be "random" without a base'),
         ({"model.clusters.widths": "4"}, "`embedding_width` must be `width`"),
     ],
 )

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from rankwise.cli.command import HELP, UsageError, help_text, parse
+from rankwise.cli.command import HELP, QUIET, SEVERAL, UsageError, help_text, parse
 from rankwise.cli.compare import compare
 from rankwise.cli.compress import compress
 from rankwise.cli.evaluate import evaluate
@@ -19,7 +19,7 @@ from rankwise.cli.runs import presets, prune, sweep, train
 from rankwise.cli.runs import run as run_preset
 from rankwise.cli.saved import bench, export, sample
 from rankwise.cli.tables import wrapped
-from rankwise.errors import RankwiseError, nearest, shortened
+from rankwise.errors import PartsFailedError, RankwiseError, nearest, shortened
 from rankwise.version import VERSION
 
 COMMANDS = {
@@ -33,6 +33,7 @@ WRONG, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 """Exit codes: the user's mistake, the machine's, Ctrl-C (SIGTERM: 143), and a reader of our output that went away."""
 LONGEST = 900
 """Letters of a message, at most: it may quote a file."""
+TRAINING = (run_preset.name, train.name, prune.name, sweep.name)
 STOPPED = "Stopped; run the same command again to go on."
 
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = run(sys.argv[1:] if arguments is None else arguments)
+    if SEVERAL:
+        _leave(code)
     if code == INTERRUPTED:
         # nothing is left to do, so a second Ctrl-C need not wait for the interpreter
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -58,13 +61,16 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code. What no user can have caused is raised, with its traceback."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+            warnings.showwarning = lambda message, *_, **__: None if QUIET else _say(f"warning: {message}")
             code, message = _run(list(arguments))
-        if message:
+        if message and _is_spokesman(code):
             _say(message)
         return code
     except BrokenPipeError:
         return BROKEN_PIPE
+    except Exception:
+        _is_spokesman(FAILED)
+        raise
 
 
 def _run(arguments: list[str]) -> tuple[int, str]:
@@ -79,7 +85,7 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         # a shell's code for a process that a signal ended
         return 128 + getattr(error, "signal", signal.SIGINT), str(error) or STOPPED
     except RankwiseError as error:
-        return WRONG, str(error)
+        return FAILED if isinstance(error, PartsFailedError) else WRONG, str(error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return FAILED, f"{place}{error.strerror or error}"
@@ -98,6 +104,8 @@ def _dispatch(arguments: list[str]) -> None:
         hint = nearest(name, [*COMMANDS, *HELP, "--version"])
         raise UsageError(f"There is no {what} `{name}`.{hint} `rankwise --help` lists the commands.")
     command = COMMANDS[name]
+    if SEVERAL:
+        _join(name)
     if any(word in HELP for word in (rest[: rest.index("--")] if "--" in rest else rest)):
         print(help_text(command, rest))
         return
@@ -108,6 +116,34 @@ def _dispatch(arguments: list[str]) -> None:
         experiment = command.experiment(options)
         options.experiment = None if experiment is None else configured(experiment, options)
     command.run(options)
+
+
+def _join(name: str) -> None:
+    """Become one of several processes that train; only the first prints."""
+    from rankwise.lab.training.ranks import own_ranks, refuse_several
+
+    if QUIET:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if name not in TRAINING:
+        refuse_several(f"`rankwise {name}`")
+    own_ranks()
+
+
+def _is_spokesman(code: int) -> bool:
+    """Whether this process tells of an error: of several, the first that has one."""
+    if not SEVERAL:
+        return True
+    from rankwise.lab.training.ranks import has_joined, own_ranks
+
+    return own_ranks().may_report() if has_joined() and code < INTERRUPTED else not QUIET
+
+
+def _leave(code: int) -> None:
+    """End one of several processes."""
+    from rankwise.lab.training.ranks import has_joined, own_ranks
+
+    if has_joined():
+        own_ranks().leave(code)
 
 
 def _overview() -> str:

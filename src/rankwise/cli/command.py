@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from rankwise.lab.tasks.base import Experiment
 
 HELP = ("-h", "--help")
+SEVERAL = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+"""Whether this is one of several processes, started by `torchrun` or another launcher."""
+QUIET = SEVERAL and os.environ["RANK"] != "0"
+"""Whether another one of them, the first, prints what there is to say."""
 Options = SimpleNamespace
 """The values of a command's arguments by name; `subject` is the one without a name. `given` holds settings as pairs of
 name and text or None, and `experiment` what they make of the command's experiment."""

@@ -19,6 +19,7 @@ from rankwise.errors import RankwiseError
 if TYPE_CHECKING:
     from rankwise.deploy.compress import Listener, Source
     from rankwise.deploy.compressed import Compressed
+    from rankwise.deploy.inputs import Calibration
     from rankwise.lab.experiments.healing import Healed
 
 TITLES = {
@@ -30,6 +31,11 @@ TITLES = {
     "narrowing": "Narrowing layer by layer",
     "refining": "Training block by block towards the dense model",
 }
+WINDOW = 256
+NO_TEXT = (
+    "No text was given, and this model generates none, so its weights were compressed for all inputs alike, which "
+    "loses far more: --calibration FILE."
+)
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
 
@@ -40,12 +46,13 @@ PATIENCE_SECONDS = 15.0
     *BUDGET,
     Argument(
         "--calibration FILE",
-        "A text like those the model is for, or none: plain SVD. Repeatable. Default: a decoder generates its own.",
+        "A text like those the model is for; generated: a decoder's own, the default; none: plain SVD. Repeatable.",
         default=[],
         several=True,
     ),
+    Argument("--measure FILE", "A text of another kind to compare the models on. Repeatable.", Path, [], several=True),
     Argument("--windows N", "Windows of it that are read. Default: 256 on a GPU, otherwise 64.", int),
-    Argument("--window N", "Tokens of a window. Default: 256.", int, 256),
+    Argument("--window N", f"Tokens of a window. Default: {WINDOW}, or all that the model reads.", int),
     Argument(
         "--method METHOD",
         "svd, low rank; width: fewer neurons and heads, for any tool that loads the family; width+svd. Default: svd.",
@@ -87,7 +94,15 @@ PATIENCE_SECONDS = 15.0
         0,
     ),
     Argument("--exclude NAME", "Leave out layers of this name. Repeatable.", default=[], several=True),
-    Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which it fits.", default="auto"),
+    Argument(
+        "--device DEVICE", "cpu, cuda:1; cuda:0,cuda:1: by layer. Default: a GPU on which it fits.", default="auto"
+    ),
+    Argument(
+        "--offload WHERE",
+        "disk: blocks are read one at a time, for a model larger than the GPU; none; auto: if it is. Default: auto.",
+        Literal["auto", "disk", "none"],
+        "auto",
+    ),
     Argument(
         "--dtype DTYPE",
         "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
@@ -120,43 +135,80 @@ def compress(options: Options) -> None:
 
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
-    from rankwise.deploy.inputs import Calibration
     from rankwise.lab.experiments.healing import is_unfinished
 
     sizes = sizes_of(options)
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine", "overwrite", "device")
+    names = (
+        "method",
+        "width_share",
+        "layout",
+        "target",
+        "exclude",
+        "ranks",
+        "refine",
+        "overwrite",
+        "device",
+        "offload",
+    )
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
-    texts = [Path(name) for name in options.calibration if name != "none"]
+    texts = [Path(name) for name in options.calibration if name not in ("none", "generated")]
     if options.heal and not texts:
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
-    if texts or (not options.calibration and source.generates):
-        on_gpu = torch.cuda.is_available() and not options.device.startswith("cpu")
-        number = options.windows if options.windows is not None else 256 if on_gpu else 64
-        given: dict[str, Any] = {"num_windows": number, "window": options.window}
-        settings["calibration"] = Calibration(file=texts[0] if texts else None, also=tuple(texts[1:]), **given)
+    settings["calibration"] = _calibration(options, source, texts)
     made, healed = None, None
     if not (options.heal and is_unfinished(options.out)):
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.heal:
         healed = _heal(options, texts)
+    _show(options, made, healed, texts, has_text=settings["calibration"] is not None or bool(options.calibration))
+
+
+def _show(
+    options: Options, made: Compressed | None, healed: Healed | None, texts: list[Path], *, has_text: bool
+) -> None:
+    """What was made, in words or as JSON; None: what an earlier command made."""
     if options.json:
         found = {} if made is None else {**dataclasses.asdict(made), "remarks": made.remarks()}
         more = {} if healed is None else {"healed": dataclasses.asdict(healed)}
         print(json.dumps({"folder": options.out, **found, **more}, indent=1))
         return
-    for line in [] if made is None else made.remarks():
-        print(wrapped(line), file=sys.stderr)
     if made is not None:
+        for line in [*made.remarks(), *([] if has_text else [NO_TEXT])]:
+            print(wrapped(line), file=sys.stderr)
         close(f"{'; '.join(_figures(options.out, made))}.", *(() if healed else _following(options, made, texts)))
     if healed is not None:
         print(wrapped(str(healed)))
+
+
+def _calibration(options: Options, source: Source, texts: list[Path]) -> Calibration | None:
+    """The text that is read, if any."""
+    import torch
+
+    from rankwise.deploy.inputs import Calibration
+
+    generated = "generated" in options.calibration
+    if generated and not source.generates:
+        raise RankwiseError(
+            "`--calibration generated` needs a decoder of transformers with its tokenizer, but "
+            f"{options.subject} is none. Name a text instead."
+        )
+    if texts or generated or (not options.calibration and source.generates):
+        on_gpu = torch.cuda.is_available() and not options.device.startswith("cpu")
+        number = options.windows if options.windows is not None else 256 if on_gpu else 64
+        given: dict[str, Any] = {"also": tuple(texts[1:]), "elsewhere": tuple(options.measure), "generated": generated}
+        window = source.window(WINDOW) if options.window is None else options.window
+        given |= {"num_windows": number, "window": window}
+        return Calibration(file=texts[0] if texts else None, **given)
+    if options.measure:
+        raise RankwiseError("`--measure` goes with a calibration, but there is none. Name a text with --calibration.")
+    return None
 
 
 def _heal(options: Options, texts: list[Path]) -> Healed:
@@ -201,7 +253,7 @@ def _figures(folder: str, made: Compressed) -> Iterator[str]:
         for n, (dense, small) in made.speed.items()
     ]
     if times:
-        yield f"{'; '.join(times)} on {made.device}"
+        yield f"{'; '.join(times)} on {made.device}{'' if made.in_turns else ', timed one after the other'}"
 
 
 @contextmanager

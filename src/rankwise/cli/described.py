@@ -148,10 +148,9 @@ def show_plan(command: str, options: Options, folder: Path, grid: Mapping[str, S
         rows.append((experiment.method.name, _size(experiment.budget, preview.exported)))
     rows += [(name, _steps(getattr(experiment, name))) for name in _phases(command, experiment)]
     if command == "run":
-        number = f"{preview.steps:,} steps, {preview.tokens / 1e6:,.1f}M tokens"
-        rows.append(("in all", f"at most {number}, comparisons not counted"))
-    if command in ("run", "sweep"):
-        rows += [(name, ", ".join(map(as_text, values))) for name, values in (grid or _compared(experiment)).items()]
+        rows += _trained(experiment)
+    if grid is not None:
+        rows += [(name, ", ".join(map(as_text, values))) for name, values in grid.items()]
     print_table(("part", "what it takes"), rows, words=("part", "what it takes"))
     say(f"\n{_assumed(experiment)}\n")
     known = {name: as_text(each.value) for name, each in settings(experiment).items()}
@@ -173,8 +172,24 @@ def _within_none(name: str, known: Mapping[str, str]) -> bool:
     return bool(group) and (known.get(group) == "none" or _within_none(group, known))
 
 
-def _compared(experiment: Experiment) -> dict[str, Sequence[str]]:
-    return {"compared with": experiment.compare} if experiment.compare else {}
+def _trained(experiment: Experiment) -> list[tuple[str, str]]:
+    """Every model that a run trains, and what that takes in all."""
+    from rankwise.lab.experiments.pipeline import planned
+
+    variants, base, control = planned(experiment), ["base"] if experiment.base is not None else [], experiment.control()
+    whole, alone = (each.size_preview() for each in (control, dataclasses.replace(control, base=None, init="random")))
+    previews = [(each.experiment.base is not None, each.experiment.size_preview()) for each in variants]
+
+    def total(key: str) -> int:
+        """Of the base, and of every variant without it."""
+        shared = getattr(whole, key) - getattr(alone, key)
+        return int(sum(getattr(each, key) - shared * has_base for has_base, each in previews) + shared * len(base))
+
+    names = [*base, *(each.name for each in variants)]
+    return [
+        ("trains", f"{len(names)} model{'s' * (len(names) > 1)}: {', '.join(names)}"),
+        ("in all", f"at most {total('steps'):,} steps, {total('tokens') / 1e6:,.1f}M tokens"),
+    ]
 
 
 def _size(budget: Budget, exported: int) -> str:

@@ -44,13 +44,17 @@ def of_model(options: Options) -> Experiment | None:
                     "Leave it out, or give the folder of a model that `save_pretrained` wrote."
                 )
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
-    return find_run(folder).experiment
+    experiment = find_run(folder).experiment
+    if options.text is not None and not hasattr(experiment, "text"):
+        remedy = "Name the text by --corpus.name FILE." if hasattr(experiment, "corpus") else "Leave it out."
+        raise UsageError(f"`--text` is for folders of transformers, but {folder} is that of a run. {remedy}")
+    return experiment
 
 
 @command(
     Argument("MODEL", "A folder of a run or of transformers, or a name on the hub.", required=True),
     Argument("--tasks NAMES", "Tasks of lm-eval, with commas.", tuple[str, ...]),
-    Argument("--text FILE", "A text in UTF-8, for its perplexity.", Path),
+    Argument("--text FILE", 'A text in UTF-8, or JSONL with "text" or "messages", for its perplexity.', Path),
     Argument("--window N", f"Tokens of a window of the text. Default: {WINDOW}, or all that the model reads.", int),
     Argument("--include FOLDER", "Task files of your own. They can run code: use only those you trust.", Path),
     Argument("--limit N", "At most N questions of a task and N windows of the text.", int),
@@ -139,9 +143,9 @@ def _evaluate_pretrained(options: Options) -> None:
     import torch
     from torch import nn
 
-    from rankwise.deploy.compress import find_device
-    from rankwise.hf.evaluation import Tasks, TextWindows, check_predicts, default_window
-    from rankwise.hf.loading import load_model, load_tokenizer
+    from rankwise.deploy.devices import find_device
+    from rankwise.hf.evaluation import Tasks, TextWindows, check_predicts
+    from rankwise.hf.loading import default_window, load_model, load_tokenizer
 
     if options.device is not None:
         find_device(options.device, nn.Identity())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from rankwise.cli.command import QUIET
 from rankwise.cli.tables import terminal, wrapped
 from rankwise.lab.report import MEASURES
 from rankwise.lab.training import Watcher
@@ -24,7 +26,11 @@ PATIENCE_SECONDS = 5.0
 
 @contextmanager
 def watching() -> Iterator[Lines | Bar]:
-    """A watcher that shows an experiment while it runs."""
+    """A watcher that shows an experiment while it runs; a silent one where the first of several processes shows it."""
+    if QUIET:
+        with open(os.devnull, "w") as nowhere:
+            yield Lines(nowhere)
+        return
     console = terminal(stderr=True)
     if not console.is_interactive:
         yield Lines(sys.stderr)

@@ -39,9 +39,9 @@ def report(options: Options) -> None:
 
     The page is one file that opens without a network: quality against size, the rank kept in each layer, gates, sizes,
     loss and speed over training, tables, and how to use the result. A run that is damaged, or not finished, is named on
-    the page, and the rest still shows. Without -o tables of finished runs are printed. Models that `rankwise prune`
-    wrote, or that a run did, are rows of one table: give the folder of each. Files that hold records, or folders of
-    them, work too.
+    the page, and the rest still shows. Without -o tables of finished runs and compressed models are printed. Models
+    that `rankwise prune` wrote, or that a run did, are rows of one table: give the folder of each. Files that hold
+    records, or folders of them, work too.
 
     example: rankwise report runs/demo -o report.html --open
 

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import Argument, Options, UsageError, command
+from rankwise.cli.command import QUIET, Argument, Options, UsageError, command
 from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
@@ -21,6 +21,7 @@ from rankwise.lab.report import CONTROL, MEASURES, Table, row_table, spread, tab
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
+    from rankwise.lab.experiments.launchers import Launcher
     from rankwise.lab.tasks.base import Data, Experiment
 
 DEMO = "demo"
@@ -92,6 +93,8 @@ def run(options: Options) -> None:
 
     with watching() as watcher:
         record = pipeline.run(options.experiment, folder, watcher=watcher, trackers=options.trackers)
+    if QUIET:
+        return
     page = page_of_run(folder)
     if _show(options, record, table(record)):
         own = _own_row(record, options.experiment.method.name)
@@ -116,6 +119,8 @@ def train(options: Options) -> None:
 
     with watching() as watcher:
         row = pipeline.train(options.experiment, folder, watcher=watcher, trackers=options.trackers)
+    if QUIET:
+        return
     if _show(options, row, row_table(row)):
         close(f"{_result(row)}; it is in {folder / row['folder']}.", "rankwise", "prune", str(folder))
 
@@ -151,6 +156,8 @@ def prune(options: Options) -> None:
 
     with watching() as watcher:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
+    if QUIET:
+        return
     if _show(options, row, row_table(row)):
         close(f"{_result(row)}; it is in {folder}.", "rankwise", "report", str(base), str(folder))
 
@@ -161,6 +168,17 @@ def prune(options: Options) -> None:
     Argument("--methods NAMES", "Compare these methods: flop-l0,fac. Default: as in the preset.", tuple[str, ...]),
     Argument("--removed FRACTIONS", "Reach these sizes: 0.7,0.8. Default: as in the preset.", tuple[float, ...]),
     Argument("--seeds NUMBERS", "Repeat with these seeds: 0,1,2. Default: as in the preset.", tuple[int, ...]),
+    Argument(
+        "--launcher NAME",
+        "Make every model in a process of its own: on this machine (local), by SLURM or by Ray. See docs/clusters.md.",
+        Literal["local", "slurm", "ray"],
+    ),
+    Argument("--workers NUMBER", "Processes at a time. Default: one per GPU here, all models on a cluster.", int),
+    Argument(
+        "--launcher-option NAME=VALUE",
+        "An option of sbatch (partition=gpu) or of Ray (address, cpus, gpus of a model); may be given several times.",
+        several=True,
+    ),
     _out("runs/PRESET-sweep, with GLUE runs/PRESET-TASK-sweep"),
     TRACKERS,
     DRY_RUN,
@@ -171,9 +189,11 @@ def sweep(options: Options) -> None:
     """Run many methods, sizes and seeds that share their dense models.
 
     With every seed of a language model, a dense control is trained that the others are compared with. Ctrl-C stops
-    the sweep; the same command again goes on from there.
+    the sweep; the same command again goes on from there. With --launcher, a model whose process failed or was killed is
+    tried once more; if it fails again, the table comes without it, and the exit code is 1.
 
     example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8
+    example: rankwise sweep demo --seeds 0,1,2 --launcher local --workers 3
     """
     experiment = options.experiment
     if experiment.budget is not None and experiment.budget.latency_ms is not None:
@@ -190,18 +210,40 @@ def sweep(options: Options) -> None:
         "seeds": (experiment.seed,),
     }
     grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
-    folder = folder_of("sweep", options, experiment)
+    folder, launcher = folder_of("sweep", options, experiment), _launcher(options)
     if options.dry_run:
         show_plan("sweep", options, folder, grid)
         return
     from rankwise.cli.progress import watching
-    from rankwise.lab.experiments.pipeline import sweep
+    from rankwise.lab.experiments.sweeps import failure, sweep
 
     with watching() as watcher:
-        record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, **grid)
+        record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, launcher=launcher, **grid)
+    if QUIET:
+        return
     page = page_of_run(folder)
-    if _show(options, record, table(record)):
+    shown = _show(options, record, table(record))
+    if "failed" in record:
+        raise failure(record["failed"])
+    if shown:
         close(f"{_spread_of(record)}. {page}", "rankwise", "report", str(folder), "--open")
+
+
+def _launcher(options: Options) -> Launcher | None:
+    """What `--launcher`, `--workers` and `--launcher-option` ask for."""
+    if options.launcher is None:
+        if options.workers is not None or options.launcher_option:
+            raise UsageError("`--workers` and `--launcher-option` go with `--launcher`. Example: --launcher local.")
+        return None
+    pairs = [text.partition("=") for text in options.launcher_option or ()]
+    for name, _, value in pairs:
+        if not name or not value:
+            raise UsageError(
+                f"`--launcher-option` must be a name and a value, but is {name!r}. Example: partition=gpu."
+            )
+    from rankwise.lab.experiments.launchers import make_launcher
+
+    return make_launcher(options.launcher, options.workers, {name: value for name, _, value in pairs})
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
@@ -251,9 +293,13 @@ def _spread_of(record: Mapping[str, Any]) -> str:
     dense = [found[split][measure] for run in record["runs"] if (found := _dense_row(run)) is not None]
     against = f", where dense has {spread(dense)}" if dense else ""
     return (
-        f"{len(rows)} models have {min(sizes):,} to {max(sizes):,} parameters and {min(values):.4f} to "
-        f"{max(values):.4f} {split} {MEASURES[measure]}{against}"
+        f"{len(rows)} models have {_range(f'{min(sizes):,}', f'{max(sizes):,}')} parameters and "
+        f"{_range(f'{min(values):.4f}', f'{max(values):.4f}')} {split} {MEASURES[measure]}{against}"
     )
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
 
 
 def _measure(row: Mapping[str, Any]) -> tuple[str, str]:

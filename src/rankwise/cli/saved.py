@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,8 @@ from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rankwise.deploy.export.check import Runner
     from rankwise.lab.experiments.saved_models import TimedModels
 
@@ -68,13 +71,13 @@ def sample(options: Options) -> None:
 def bench(options: Options) -> None:
     """Time the dense, the compact and the int8 models of a folder on this machine.
 
-    Models take turns, so that a busy moment of the machine slows them all. A compact model that is not faster gets a
-    line that says so. The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph (a CUDA
-    graph), onnx, openvino.
+    Models take turns, so that a busy moment of the machine slows them all. A sentence names what is
+    not faster than it should be. The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph
+    (a CUDA graph), onnx, openvino.
 
     example: rankwise bench runs/demo --batch 1 --threads 1
     """
-    from rankwise.deploy.bench import BenchConfig, bench, place, remarks
+    from rankwise.deploy.bench import BenchConfig, bench, place, remarks, summary, words
     from rankwise.lab.experiments.saved_models import LENGTH, find_models
 
     found = find_models(Path(options.subject))
@@ -95,16 +98,18 @@ def bench(options: Options) -> None:
         print(json.dumps({"rows": rows, "remarks": lines}, indent=1))
         _keep(found, rows, lines, options.device)
         return
-    cells = []
-    for row in rows:
-        spent, words = row["milliseconds"], (row["model"], row["precision"], f"{row['parameters']:,}")
-        times = (f"{spent['median']:.2f}", f"{spent['p20']:.2f} to {spent['p80']:.2f}", f"{row['speed']:.2f}x")
-        cells.append((row["engine"], str(row["batch"]), place(row), *words, *times))
-    header = ("engine", "batch", "on", "model", "precision", "parameters", "ms", "20% to 80%", "speed")
-    print_table(header, cells, words=("engine", "model", "precision"))
-    for line in lines:
-        say(line)
-    say(f"\nSequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
+    for case, timed in groupby(rows, words):
+        cells = []
+        for row in timed:
+            spent, name = row["milliseconds"], f"{row['model']}, {row['precision']}"
+            times = (f"{spent['median']:.2f}", f"{spent['p20']:.2f} to {spent['p80']:.2f}", f"{row['speed']:.2f}x")
+            cells.append((name, f"{row['parameters']:,}", *times))
+        # the first column says what a row is, and stands in every part of a table that is too wide
+        print_table((case, "parameters", "ms", "20% to 80%", "speed"), cells, words=(case,))
+        print()
+    if lines:
+        say(f"{summary(rows)} `--json` prints a line and the reason for each.")
+    say(f"Sequences of {config.length} tokens; medians of {config.repeats} calls; speed: against the first model.")
     kept = f"; the figures are kept in {found.record}" if _keep(found, rows, lines, options.device) else ""
     close(f"{_fastest(rows, place)}{kept}.", "rankwise", "export", options.subject, "--to", "onnx")
 
@@ -167,7 +172,8 @@ def export(options: Options) -> None:
         for name in reversed(models):
             model, place = models[name], target if name == "model" else Path(scratch) / name
             inputs = example_inputs(model, options.batch, options.length)
-            made = FORMATS[options.to].export(model, inputs, place, int8=options.int8)
+            tell = partial(print, f"{name}{_unrolled(model, options)}:", file=sys.stderr)
+            made = FORMATS[options.to].export(model, inputs, place, int8=options.int8, tell=tell)
             runners[name] = FORMATS[options.to].load(place)
             rows.append({"name": name, "parameters": count(model), "bytes": made.bytes})
             rows[-1] |= {"difference": made.difference, "shapes": made.shapes}
@@ -177,6 +183,17 @@ def export(options: Options) -> None:
         timing = times[row["name"]]
         row |= {"milliseconds": timing.median, "p20": timing.p20, "p80": timing.p80}
     _show_exported(options, rows, target)
+
+
+def _unrolled(model: nn.Module, options: Options) -> str:
+    """What makes an export slow, where something does."""
+    from rankwise.deploy.export import FORMATS
+    from rankwise.lab.models.sru import SRULayer
+
+    layers = sum(isinstance(module, SRULayer) for module in model.modules())
+    if not layers or options.length == 1 or FORMATS[options.to].has_loops():
+        return ""
+    return f" ({layers} recurrent layers of {options.length} steps each, unrolled: may take minutes)"
 
 
 def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -> None:
