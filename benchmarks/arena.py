@@ -1,31 +1,35 @@
 """One-shot compression under one protocol: ours and the ideas of its peers, on and off the calibration text.
 
-    python benchmarks/arena.py tokenize MODEL TOKENS.npz train=FILE valid=FILE test=FILE other=FILE
+    python benchmarks/arena_texts.py DATA TEXTS
+    python benchmarks/arena.py tokenize MODEL TOKENS.npz train=TEXTS/train.txt valid=... test=... other=...
     python benchmarks/arena.py run MODEL TOKENS.npz OUT.json --removed 0.2,0.3 --rows svd-llm,ours --refine 250
 
-MODEL is a folder that `from_pretrained` loads, or one with a GGUF file. Calibration windows are of `train`; perplexity
-is per token of the model's own tokenizer on the first `--windows` windows of `--split` and of `other`, each from its
-second token on. Every row has the same number of parameters, up to one component of each matrix. `--seeds` are
-calibration samples. `--heal STEPS` then trains a row on `train` to give the dense model's answers, at the rate that is
-best on `valid`.
+MODEL is a folder that `from_pretrained` loads, or one with a GGUF file. Perplexity is per token of the model's own
+tokenizer on the first `--windows` windows of each of `--texts`, each from its second token on. Every row has the same
+number of parameters, up to one component of each matrix. `--calibrate` names texts of TOKENS.npz, each of which gives
+equally many windows; `generated` is what `arena.py generate MODEL TOKENS.npz` adds to it, text of the model's own.
+`--seeds` are calibration samples. `--polish STEPS` trains the whole small model on the calibration windows towards the
+dense model's answers, `--heal STEPS` by `rankwise heal` on the file `--text`. `arena_queue.py` runs many of these.
 
-Peers are written from their papers: SVD-LLM (whitening, the same share everywhere), ASVD (inputs scaled by the square
-root of their mean size, the same share), ZS-SVD (whitening, signed first-order loss, one choice of components over the
-model that keeps the sum of the loss changes near zero), AA-SVD (inputs of the compressed model, outputs of the dense
-one, the same share, then blocks refined by their plain squared error). Their own settings were not searched for.
+Peers (`arena_peers.py`) are written from their papers: SVD-LLM (whitening, the same share everywhere), ASVD (inputs
+scaled by the square root of their mean size, the same share), ZS-SVD (whitening, signed first-order loss, one choice of
+components over the model that keeps the sum of the loss changes near zero), AA-SVD (inputs of the compressed model,
+outputs of the dense one, the same share, then blocks refined by their plain squared error).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import heapq
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import harness
@@ -33,14 +37,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from arena_peers import asvd, zs_svd
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.core.calibrate import second_moments
-from rankwise.core.factorize import Factors, Moments, svd
-from rankwise.core.plan import Plan
-from rankwise.modules import linear
-from rankwise.oneshot import Refinement, default_plan, loss_of_choices
+from rankwise.distill import Distillation, distillation_loss
+from rankwise.oneshot import Refinement, Smoothing
 
 EVEN: dict[str, Any] = {"layout": "pair", "embeddings": False, "target": "cpu", "loss": None, "ranks": "even"}
 ROWS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -56,6 +58,53 @@ ROWS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "ours-pairs": ("ours, pairs", {"target": "cpu"}),
     "ours-gpu": ("ours, pairs whose ranks are fast on a GPU", {"target": "cuda"}),
 }
+Texts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What all rows share."""
+
+    texts: tuple[str, ...] = ("test", "other")
+    """Perplexity is measured on these."""
+    windows: int = 64
+    length: int = 512
+    bos: int | None = None
+    """A token before every window."""
+    device: str = "cpu"
+
+    def begun(self, window: Tensor) -> Tensor:
+        return window if self.bos is None else torch.cat([window.new_tensor([self.bos]), window])
+
+    def room(self, length: int) -> int:
+        """Tokens of a window without BOS."""
+        return length - (self.bos is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """How a row is made."""
+
+    name: str
+    removed: float
+    seed: int = 0
+    calibrate: str = "train"
+    """Texts of which each gives equally many calibration windows, joined by "+"; twice as many if named twice."""
+    calibration_windows: int = 256
+    calibration_length: int = 256
+    smoothing: str = ""
+    """Of inputs, outputs and words (`Smoothing`), as "0.1,0,1"."""
+    rank_multiple: int | None = None
+    refine: int = 0
+    refine_lr: float = Refinement.learning_rate
+    polish: int = 0
+    polish_lr: float = 1e-4
+    heal: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(type(self), name, None)}
 
 
 def load(folder: Path, device: str) -> Any:
@@ -68,176 +117,144 @@ def load(folder: Path, device: str) -> Any:
     return model.to(device).eval()
 
 
-def batches(tokens: Tensor, options: argparse.Namespace, seed: int) -> list[dict[str, Tensor]]:
-    """Calibration windows at equal distances in the text, from a place that the seed decides, 16 at a time."""
-    number, length = options.calibration_windows, options.calibration_length - (options.bos is not None)
-    step = len(tokens) // number
-    start = seed * 977 % max(step - length, 1)
-    windows = [_with_bos(tokens[i * step + start :][:length], options.bos) for i in range(number)]
-    most = max(1, min(16, 2**27 // (options.words * options.calibration_length)))
-    return [{"input_ids": torch.stack(windows[i : i + most]).to(options.device)} for i in range(0, len(windows), most)]
+def read_tokens(path: Path) -> dict[str, Tensor]:
+    """The texts of a file, and what the model generated, which is beside it."""
+    beside = path.with_suffix(".generated.npz")
+    files = [path, *([beside] if beside.exists() else [])]
+    return {name: torch.from_numpy(text).long() for file in files for name, text in np.load(file).items()}
 
 
-def _with_bos(window: Tensor, bos: int | None) -> Tensor:
-    return window if bos is None else torch.cat([torch.tensor([bos]), window])
+def calibration(texts: Texts, cell: Cell, protocol: Protocol) -> Tensor:
+    """Windows of the texts, mixed: at equal distances from a place that the seed decides, or whole generated ones."""
+    names, length = cell.calibrate.split("+"), protocol.room(cell.calibration_length)
+    found: list[Tensor] = []
+    for name, times in Counter(names).items():
+        text, number = texts[name], times * cell.calibration_windows // len(names)
+        if text.dim() == 2:
+            found += text[(torch.arange(number) + cell.seed * number) % len(text), :length]
+        else:
+            step = len(text) // number
+            start = cell.seed * 977 % max(step - length, 1)
+            found += [text[i * step + start :][:length] for i in range(number)]
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.stack([protocol.begun(found[i]) for i in (order if len(set(names)) > 1 else range(len(found)))])
+
+
+def batches(windows: Tensor, words: int, device: str, most_logits: int = 2**30) -> list[dict[str, Tensor]]:
+    most = max(1, min(16, most_logits // (words * windows.shape[1])))
+    return [{"input_ids": part.to(device)} for part in windows.split(most)]
 
 
 @torch.no_grad()
-def perplexity(model: Any, tokens: Tensor, options: argparse.Namespace) -> float:
+def perplexity(model: Any, text: Tensor, protocol: Protocol) -> float:
     """Of the first windows, each from its second token on."""
-    length = options.length - (options.bos is not None)
-    total, number = 0.0, 0
-    for window in tokens.split(length)[: options.windows]:
-        window = _with_bos(window, options.bos)[None].to(options.device)
-        logits = model(input_ids=window).logits[0, :-1].float()
-        total += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
-        number += len(logits)
-    return math.exp(min(total / number, 700))
+    length = protocol.room(protocol.length)
+    number = min(len(text) // length, protocol.windows)
+    windows = torch.stack([protocol.begun(window) for window in text[: number * length].view(number, length)])
+    total = 0.0
+    for batch in batches(windows, model.config.get_text_config().vocab_size, protocol.device, 2**27):
+        logits = model(**batch).logits[:, :-1].float().flatten(0, 1)
+        total += F.cross_entropy(logits, batch["input_ids"][:, 1:].flatten(), reduction="sum").item()
+    return math.exp(min(total / (number * (protocol.length - 1)), 700))
 
 
-def uniform_rank(plan: Plan, dense: int, removed: float, shape: tuple[int, int]) -> int:
-    kept = 1 - math.ceil(removed * dense) / plan.params
-    return int(kept * math.prod(shape) / sum(shape))
+def measured(model: Any, texts: Texts, protocol: Protocol) -> dict[str, float]:
+    return {name: perplexity(model, texts[name], protocol) for name in protocol.texts}
 
 
-def asvd(model: nn.Module, removed: float, data: list[Any], *, power: float = 0.5) -> nn.Module:
-    """The SVD of W S with S = diag(mean |x|)^power, the same share of every layer."""
-    small = copy.deepcopy(model)
-    plan = default_plan(small, embeddings=False)
-    sizes: dict[str, list[Tensor]] = {site.name: [] for site in plan.sites}
-    handles = [
-        small.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, to=found: to.append(args[0].abs().flatten(0, -2).mean(0))
-        )
-        for name, found in sizes.items()
-    ]
-    with torch.no_grad():
-        for batch in data:
-            small(**batch)
-    for handle in handles:
-        handle.remove()
-    for site in plan.sites:
-        layer: Any = small.get_submodule(site.name)
-        scale = torch.stack(sizes[site.name]).mean(0).clamp(min=1e-6).pow(power)
-        rank = uniform_rank(plan, rw.count(model), removed, site.shape)
-        factors = svd(layer.weight, rank, Moments(torch.diag(scale.square())), damping=1e-12)
-        _replace(small, site.name, factors)
-    return small
+def compressed(cell: Cell, model: Any, windows: Tensor, device: str) -> Any:
+    words = model.config.get_text_config().vocab_size
+    data = batches(windows, words, device)
+    refinement = Refinement(steps=cell.refine, learning_rate=cell.refine_lr, seed=cell.seed)
+    settings = ROWS[cell.name][1]
+    if settings is None:
+        return {"asvd": asvd, "zs-svd": zs_svd}[cell.name](model, cell.removed, data, refinement)
+    shares = map(float, cell.smoothing.split(",")) if cell.smoothing else ()
+    smoothing = Smoothing(**dict(zip(("inputs", "outputs", "words"), shares, strict=bool(cell.smoothing))))
+    return rw.compress(
+        model,
+        rw.Budget(removed=cell.removed),
+        data,
+        # logits with gradients take several times their memory
+        loss_batches=batches(windows, words, device, 2**28),
+        refinement=refinement,
+        smoothing=smoothing,
+        rank_multiple=cell.rank_multiple,
+        **settings,
+    )
 
 
-def zs_svd(model: nn.Module, removed: float, data: list[Any], seed: int) -> nn.Module:
-    """Components are dropped over the whole model by the first-order change of the loss, whose sum stays near zero."""
-    small = copy.deepcopy(model)
-    plan = default_plan(small, embeddings=False)
-    generator = torch.Generator().manual_seed(seed)
-    for batch in data:
-        loss_of_choices(small(**batch).logits, generator).backward()
-    found: dict[str, Factors] = {}
-    change: dict[str, list[float]] = {}
-    for site in plan.sites:
-        layer: Any = small.get_submodule(site.name)
-        moments = second_moments(small, Plan((site,)), data, dtype=torch.float32)[site.name]
-        factors = svd(layer.weight, None, moments)
-        found[site.name] = factors
-        # dropping component i changes W by -p_i q_i
-        change[site.name] = (-(layer.weight.grad @ factors.q_RI.t()) * factors.p_OR).sum(0).tolist()
-    small.zero_grad()
-    counts = _zero_sum(plan, change, math.ceil(removed * rw.count(model)))
-    for site in plan.sites:
-        factors, k = found[site.name], counts[site.name]
-        if k * sum(site.shape) < math.prod(site.shape):
-            _replace(small, site.name, Factors(factors.p_OR[:, :k], factors.q_RI[:k], factors.energy_R[:k]))
-    return small
-
-
-def _zero_sum(plan: Plan, change: dict[str, list[float]], wanted: int) -> dict[str, int]:
-    """Components kept of each matrix: the last ones go first, those that bring the sum of all changes to zero."""
-    shapes = {site.name: site.shape for site in plan.sites}
-    counts = {name: len(values) for name, values in change.items()}
-    heaps: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
-
-    def offer(name: str) -> None:
-        if counts[name] > 1:
-            value = change[name][counts[name] - 1]
-            heapq.heappush(heaps[value > 0], (abs(value), name))
-
-    def saved(name: str) -> int:
-        return max(0, math.prod(shapes[name]) - counts[name] * sum(shapes[name]))
-
-    for name in counts:
-        offer(name)
-    total, done = 0.0, 0
-    while done < wanted and (heaps[True] or heaps[False]):
-        wants_positive = total <= 0
-        heap = heaps[wants_positive] or heaps[not wants_positive]
-        _, name = heapq.heappop(heap)
-        before = saved(name)
-        total += change[name][counts[name] - 1]
-        counts[name] -= 1
-        done += saved(name) - before
-        offer(name)
-    return counts
-
-
-def _replace(model: nn.Module, name: str, factors: Factors) -> None:
-    layer: Any = model.get_submodule(name)
-    bias = layer.bias
-    pair = [
-        linear(nn.Parameter(factors.q_RI.contiguous()), None),
-        linear(nn.Parameter(factors.p_OR.contiguous()), bias),
-    ]
-    model.set_submodule(name, nn.Sequential(*pair))
-
-
-def compressed(name: str, model: Any, removed: float, data: list[Any], options: argparse.Namespace, seed: int) -> Any:
-    if name == "asvd":
-        return asvd(model, removed, data)
-    if name == "zs-svd":
-        return zs_svd(model, removed, data, seed)
-    settings = ROWS[name][1]
-    assert settings is not None
-    refinement = Refinement(steps=options.refine, learning_rate=options.refine_lr, seed=seed)
-    return rw.compress(model, rw.Budget(removed=removed), data, refinement=refinement, **settings)
-
-
-def heal(small: Any, dense: Any, tokens: Tensor, lr: float, options: argparse.Namespace) -> Any:
-    """AdamW on training text, towards the dense model's answers; a cosine from `lr` to zero."""
-    optimizer = torch.optim.AdamW(small.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
-    length = options.length - (options.bos is not None)
-    windows = tokens[: len(tokens) // length * length].view(-1, length)
-    generator = torch.Generator().manual_seed(0)
-    cuda = options.device.startswith("cuda")
-    small.train()
-    for step in range(options.heal):
+def polish(small: Any, dense: Any, windows: Tensor, cell: Cell, device: str) -> None:
+    """AdamW on the calibration windows, towards the dense model's answers; a cosine to zero."""
+    loss = distillation_loss(dense, Distillation(labels=0, hidden=0, temperature=1))
+    optimizer = torch.optim.AdamW(small.parameters(), lr=cell.polish_lr, weight_decay=0.0, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(cell.seed)
+    words = small.config.get_text_config().vocab_size
+    cuda = device.startswith("cuda")
+    for step in range(cell.polish):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / options.heal))
-        pick = torch.randint(len(windows), (options.batch,), generator=generator)
-        for part in pick.split(max(1, 2**29 // (options.words * options.length))):
-            batch = torch.stack([_with_bos(window, options.bos) for window in windows[part]]).to(options.device)
+            rise, fall = min(1, (step + 1) / 20), 0.5 * (1 + math.cos(math.pi * step / cell.polish))
+            group["lr"] = cell.polish_lr * rise * fall
+        chosen = windows[torch.randint(len(windows), (16,), generator=generator)]
+        parts = batches(chosen, words, device, 2**29)
+        for batch in parts:
             with torch.autocast("cuda" if cuda else "cpu", torch.bfloat16, enabled=cuda):
-                with torch.no_grad():
-                    want = dense(input_ids=batch).logits.log_softmax(-1)
-                got = small(input_ids=batch).logits.log_softmax(-1)
-            loss = F.kl_div(got.flatten(0, 1), want.flatten(0, 1), log_target=True, reduction="sum")
-            (loss / (len(pick) * options.length)).backward()
+                (loss(small, batch) / len(parts)).backward()
         nn.utils.clip_grad_norm_(small.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return small.eval()
 
 
-def run(options: argparse.Namespace) -> None:
-    tokens = {name: torch.from_numpy(text).long() for name, text in np.load(options.tokens).items()}
-    model = load(options.model, options.device)
-    options.words = model.config.get_text_config().vocab_size
-    splits = {options.split: tokens[options.split], "other": tokens["other"]}
-    dense = {name: perplexity(model, text, options) for name, text in splits.items()}
-    names = ("split", "windows", "length", "calibration_windows", "calibration_length", "bos", "refine", "refine_lr")
-    record: dict[str, Any] = {
+def heal(small: Any, dense: Path, text: Path, steps: int, device: str) -> tuple[Any, dict[str, Any]]:
+    """By `rankwise heal`: the healed model, and what was done."""
+    from rankwise.hf import save_pretrained
+    from rankwise.hf.loading import load_model
+    from rankwise.lab.experiments.healing import heal_folder
+
+    with TemporaryDirectory() as place:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+        save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
+        kind: Any = "cuda" if device.startswith("cuda") else "cpu"
+        done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", steps=steps, device=kind)
+        healed: Any = load_model(f"{place}/healed")
+    about = {"lr": done.lr, "steps": done.steps, "tokens": done.tokens, "seconds": round(done.seconds, 1)}
+    return healed.float().to(device).eval(), about
+
+
+def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, text: Path | None) -> dict[str, Any]:
+    """Size, seconds, memory and perplexity of a row, and those of the polished or healed model."""
+    cuda = protocol.device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    windows = calibration(texts, cell, protocol)
+    # it may have been a teacher before
+    model.requires_grad_(True)
+    start = time.perf_counter()
+    small = compressed(cell, model, windows, protocol.device)
+    if cuda:
+        torch.cuda.synchronize()
+    made: dict[str, Any] = {**cell.settings, "seed": cell.seed, "parameters": rw.count(small)}
+    made["seconds"] = round(time.perf_counter() - start, 1)
+    made["gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else None
+    made |= measured(small, texts, protocol)
+    if cell.polish:
+        start = time.perf_counter()
+        polish(small, model, windows, cell, protocol.device)
+        made["polished"] = measured(small, texts, protocol)
+        made["polished"]["seconds"] = round(time.perf_counter() - start, 1)
+    if cell.heal:
+        assert text is not None
+        healed, about = heal(small, folder, text, cell.heal, protocol.device)
+        made["healed"] = {**measured(healed, texts, protocol), **about}
+    return made
+
+
+def new_record(folder: Path, protocol: Protocol, settings: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
+    return {
         "name": "arena",
-        "model": options.model.name,
-        "settings": {name: getattr(options, name) for name in (*names, "heal", "heal_lr", "batch")},
-        "dense": {"parameters": rw.count(model), **dense},
+        "model": folder.name,
+        "settings": {"split": protocol.texts[0], **asdict(protocol), **settings},
+        "dense": dense,
         "rows": [],
         "date": date.today().isoformat(),
         "hardware": harness.hardware(),
@@ -246,51 +263,25 @@ def run(options: argparse.Namespace) -> None:
         "rankwise": rw.__version__,
         "commit": harness.commit(),
     }
+
+
+def run(options: argparse.Namespace) -> None:
+    texts = read_tokens(options.tokens)
+    model = load(options.model, options.device)
+    names = ("windows", "length", "bos", "device")
+    protocol = Protocol(texts=tuple(options.texts.split(",")), **{name: getattr(options, name) for name in names})
+    fields = ("calibrate", "calibration_windows", "calibration_length", "smoothing", "rank_multiple", "refine")
+    fields += ("refine_lr", "polish", "polish_lr", "heal")
+    settings = {name: getattr(options, name) for name in fields}
+    dense = {"parameters": rw.count(model), **measured(model, texts, protocol)}
+    record = new_record(options.model, protocol, settings, dense)
     print("dense", dense, flush=True)
-    for seed in map(int, options.seeds.split(",")):
-        data = batches(tokens["train"], options, seed)
-        for removed, name in _cells(options.removed, options.rows):
-            row = cell(name, removed, seed, model, data, tokens, splits, options)
-            record["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _cells(removed: str, rows: str) -> Iterator[tuple[float, str]]:
-    return ((float(share), name) for share in removed.split(",") for name in rows.split(","))
-
-
-def cell(
-    name: str,
-    removed: float,
-    seed: int,
-    model: Any,
-    data: list[Any],
-    tokens: dict[str, Tensor],
-    splits: dict[str, Tensor],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """One row: size, seconds, memory and perplexity, and those of the healed model."""
-    cuda = options.device.startswith("cuda")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    small = compressed(name, model, removed, data, options, seed)
-    row: dict[str, Any] = {"name": name, "removed": removed, "seed": seed, "parameters": rw.count(small)}
-    row["seconds"] = round(time.perf_counter() - start, 1)
-    row["gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else None
-    row |= {split: perplexity(small, text, options) for split, text in splits.items()}
-    if options.heal:
-        tried: dict[str, float] = {}
-        best: Any = None
-        start = time.perf_counter()
-        for lr in options.heal_lr.split(","):
-            healed = heal(copy.deepcopy(small), model, tokens["train"], float(lr), options)
-            tried[lr] = perplexity(healed, tokens["valid"], options)
-            best = healed if tried[lr] == min(tried.values()) else best
-        row["healed"] = {split: perplexity(best, text, options) for split, text in splits.items()}
-        row |= {"valid by rate": tried, "seconds of healing": round(time.perf_counter() - start, 1)}
-    return row
+    every = product(options.seeds.split(","), options.removed.split(","), options.rows.split(","))
+    for seed, removed, name in every:
+        cell = Cell(name=name, removed=float(removed), seed=int(seed), **settings)
+        record["rows"].append(row(cell, model, options.model, texts, protocol, options.text))
+        print(json.dumps(record["rows"][-1]), flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def tokenize(model: Path, out: Path, texts: Sequence[str]) -> None:
@@ -307,35 +298,73 @@ def tokenize(model: Path, out: Path, texts: Sequence[str]) -> None:
     np.savez_compressed(out, **found)
 
 
+@torch.no_grad()
+def generate(folder: Path, tokens: Path, number: int, length: int, device: str) -> None:
+    """Windows that the model generates, word by word as likely as it finds them, from BOS and from the first token.
+
+    The first token is what separates documents for some models (SmolLM2), and nothing for others.
+    """
+    model = load(folder, device)
+    model.config.use_cache = True
+    torch.manual_seed(0)
+    found = {}
+    for name, first, wanted in (("generated", int(model.config.bos_token_id), number), ("generated-0", 0, number // 4)):
+        most = min(512, wanted)
+        parts = [
+            model.generate(
+                torch.full((min(most, wanted - done), 1), first, device=device),
+                attention_mask=torch.ones(min(most, wanted - done), 1, device=device).long(),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+            )[:, 1:].cpu()
+            for done in range(0, wanted, most)
+        ]
+        found[name] = torch.cat(parts).int().numpy()
+    np.savez_compressed(tokens.with_suffix(".generated.npz"), **found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    device = {"default": "cuda" if torch.cuda.is_available() else "cpu"}
     one = commands.add_parser("tokenize")
     one.add_argument("model", type=Path)
     one.add_argument("out", type=Path)
     one.add_argument("texts", nargs="+", metavar="NAME=FILE")
-    two = commands.add_parser("run")
+    two = commands.add_parser("generate")
     two.add_argument("model", type=Path)
     two.add_argument("tokens", type=Path)
-    two.add_argument("out", type=Path)
-    two.add_argument("--removed", default="0.2,0.3,0.4")
-    two.add_argument("--rows", default=",".join(ROWS))
-    two.add_argument("--seeds", default="0")
-    two.add_argument("--split", default="test", choices=["valid", "test"])
-    two.add_argument("--windows", type=int, default=64)
-    two.add_argument("--length", type=int, default=512)
-    two.add_argument("--calibration-windows", type=int, default=256)
-    two.add_argument("--calibration-length", type=int, default=256)
-    two.add_argument("--bos", type=int, help="a token before every window")
-    two.add_argument("--refine", type=int, default=0, metavar="STEPS")
-    two.add_argument("--refine-lr", type=float, default=Refinement.learning_rate)
-    two.add_argument("--heal", type=int, default=0, metavar="STEPS")
-    two.add_argument("--heal-lr", default="3e-4", metavar="RATES")
-    two.add_argument("--batch", type=int, default=16)
-    two.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    two.add_argument("--number", type=int, default=1024)
+    two.add_argument("--length", type=int, default=256)
+    two.add_argument("--device", **device)
+    three = commands.add_parser("run")
+    three.add_argument("model", type=Path)
+    three.add_argument("tokens", type=Path)
+    three.add_argument("out", type=Path)
+    three.add_argument("--removed", default="0.2,0.3,0.4")
+    three.add_argument("--rows", default=",".join(ROWS))
+    three.add_argument("--seeds", default="0")
+    three.add_argument("--texts", default="test,other")
+    three.add_argument("--windows", type=int, default=64)
+    three.add_argument("--length", type=int, default=512)
+    three.add_argument("--bos", type=int, help="a token before every window")
+    three.add_argument("--text", type=Path, help="the file that a model is healed with")
+    three.add_argument("--device", **device)
+    for name in ("calibration-windows", "calibration-length", "refine", "polish", "heal", "rank-multiple"):
+        three.add_argument(f"--{name}", type=int, default=getattr(Cell, name.replace("-", "_")))
+    for name in ("refine-lr", "polish-lr"):
+        three.add_argument(f"--{name}", type=float, default=getattr(Cell, name.replace("-", "_")))
+    for name in ("calibrate", "smoothing"):
+        three.add_argument(f"--{name}", default=getattr(Cell, name))
     options = parser.parse_args()
     if options.command == "tokenize":
         tokenize(options.model, options.out, options.texts)
+    elif options.command == "generate":
+        generate(options.model, options.tokens, options.number, options.length, options.device)
     else:
         run(options)
 

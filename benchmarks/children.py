@@ -6,15 +6,20 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -25,34 +30,91 @@ from rankwise.deploy.export import FORMATS
 from rankwise.errors import RankwiseError
 from rankwise.files import write_json
 from rankwise.lab.experiments import pipeline
+from rankwise.lab.experiments.launchers import Local
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 
 ROOT = Path(__file__).parents[1]
 # for the toys of the tests
 sys.path.append(str(ROOT))
-SLOW_IMPORTS = ("onnxscript", "onnxruntime", "openvino", "torch.onnx", "torch.export", "rankwise.hf.saving")
+ENGINES = {"onnx": ("onnxscript", "onnxruntime"), "openvino": ("openvino",)}
+"""What an export needs beyond torch; where it is not installed, there is no such action."""
+SLOW_IMPORTS = ("transformers", "torch.onnx", "torch.export", "rankwise.hf.saving")
 """Modules that are imported before children are forked."""
+TWELVE: dict[str, Any] = {"methods": ("fac", "svd"), "removed": (0.3, 0.5), "seeds": (0, 1)}
+"""With the base and the control of each seed these are 12 cells."""
+BEGINS = "case "
+"""What a child says before each of its cases, so that the words of a case that ended it can be told from others."""
 Action = Callable[[Path], Any]
 """Does something in a folder; the same again goes on, or does it again."""
+Outcome = tuple[str, str | None, dict[str, int]]
+"""What a case did, what was wrong with it, if anything, and what else is counted."""
+Case = Callable[[int, Path], Outcome]
+"""Runs the case of a number in a folder of its own."""
 
 
 def in_child(act: Callable[[], Any], kill_after: float | None = None) -> tuple[int, str]:
     """Run in a process of its own; its exit code (negative: the signal that ended it), and what it said."""
     with tempfile.TemporaryFile() as said:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            os._exit(_run(act))
-        began = time.monotonic()
+        child, began = _fork(act, said), time.monotonic()
         while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
             if kill_after is not None and time.monotonic() - began > kill_after:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.002)
         said.seek(0)
         return os.waitstatus_to_exitcode(done[1]), said.read().decode(errors="replace")
+
+
+def _fork(act: Callable[[], Any], said: IO[bytes]) -> int:
+    """The number of a child that does it, and whose words go into a file."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        os._exit(_run(act))
+    return child
+
+
+def share_out(
+    run: Case, cases: Sequence[int], work: Path, workers: int, chunk: int, seconds: float
+) -> Iterator[Outcome]:
+    """What became of each case, in children of `chunk` cases each, of which `workers` run at a time.
+
+    A child that dies is the outcome of its case, and the rest goes on in another. After `seconds` none is begun.
+    """
+    waiting = [list(cases[i : i + chunk]) for i in range(0, len(cases), chunk)][::-1]
+    running: dict[int, tuple[list[int], Path, IO[bytes]]] = {}
+    end = time.monotonic() + seconds
+    while running or (waiting and time.monotonic() < end):
+        while waiting and len(running) < workers and time.monotonic() < end:
+            some, log, said = waiting.pop(), Path(tempfile.mkdtemp(dir=work)), tempfile.TemporaryFile()  # noqa: SIM115
+            running[_fork(partial(_run_cases, run, some, log), said)] = some, log, said
+        for child in list(running):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if not done:
+                continue
+            some, log, said = running.pop(child)
+            outcomes = [json.loads(line) for line in (log / "outcomes").read_text().splitlines()]
+            yield from outcomes
+            left = some[len(outcomes) :]
+            if left:
+                said.seek(0)
+                code, words = os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
+                own = words.rpartition(f"{BEGINS}{left[0]}\n")[2][-300:]
+                yield str(left[0]), f"the process ended with {code}: {own}", {}
+                waiting += [left[1:]] if left[1:] else []
+            said.close()
+            shutil.rmtree(log, ignore_errors=True)
+        time.sleep(0.005)
+
+
+def _run_cases(run: Case, cases: Sequence[int], folder: Path) -> None:
+    with (folder / "outcomes").open("w") as file:
+        for case in cases:
+            print(f"{BEGINS}{case}", flush=True)
+            print(json.dumps(run(case, folder)), file=file, flush=True)
 
 
 def _run(act: Callable[[], Any]) -> int:
@@ -66,23 +128,22 @@ def _run(act: Callable[[], Any]) -> int:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return 70
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def engines() -> list[str]:
+    """The formats of `ENGINES` whose engine is installed."""
+    return [form for form, names in ENGINES.items() if all(map(find_spec, names))]
 
 
 def actions(folder: Path) -> dict[str, Action]:
     """Everything that writes, each by a function of the folder that it writes to."""
-    # before children are forked
-    for name in (
-        "transformers",
-        "onnxscript",
-        "onnxruntime",
-        "openvino",
-        "torch.onnx",
-        "torch.export",
-        "rankwise.hf.saving",
-    ):
+    for name in (*SLOW_IMPORTS, *(name for form in engines() for name in ENGINES[form])):
         import_module(name)
 
-    from tests.lab.experiments import experiment_toys, glue_toys
+    from tests.lab.experiments import experiment_toys, glue_toys, healing_toys
 
     folder.mkdir(parents=True, exist_ok=True)
     language = experiment_toys.toy(folder, compare=("dense", "fac"))
@@ -92,6 +153,9 @@ def actions(folder: Path) -> dict[str, Action]:
     dense = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     example = {"input": torch.randn(2, 64)}
     smaller = rw.compress(dense, rw.Budget(removed=0.3))
+    (place := folder / "decoders").mkdir()
+    text = healing_toys.make_place(place) / "text.txt"
+    rw.save(SRULanguageModel(SRUConfig(num_words=9, embedding_width=8, width=12, num_layers=2)), folder / "sru")
 
     def run_timed(path: Path) -> None:
         # what a time allows is measured once and then kept: to be compared, all must begin with the same
@@ -107,13 +171,19 @@ def actions(folder: Path) -> dict[str, Action]:
         "run": lambda path: pipeline.run(language, path),
         "run sentences": lambda path: pipeline.run(sentences, path),
         "run with a time": run_timed,
-        "sweep": lambda path: pipeline.sweep(language, path, methods=("fac", "svd"), removed=(0.3,), seeds=(0, 1)),
+        "sweep": lambda path: sweep(language, path, methods=("fac", "svd"), removed=(0.3,), seeds=(0, 1)),
         "train": lambda path: pipeline.train(language, path),
         "save": lambda path: rw.save(smaller, path, overwrite=True),
-        "compress": lambda path: _compress(folder, path),
-        "export pt2": lambda path: export("pt2", path),
-        "export onnx": lambda path: export("onnx", path),
-        "export openvino": lambda path: export("openvino", path),
+        "compress": partial(_command, f"compress {folder}/sru --removed 0.2"),
+        "compress --refine": partial(
+            _command,
+            f"compress {place}/decoder --removed 0.3 --ranks global --refine 3 --calibration {text} --window 12",
+        ),
+        "heal": partial(
+            _command,
+            f"heal {place}/decoder-small --teacher {place}/decoder --text {text} --steps 30 --window 12 --batch-size 4",
+        ),
+        **{f"export {form}": partial(export, form) for form in ("pt2", *engines())},
     }
 
 
@@ -128,16 +198,32 @@ def _with_a_time(language: Any) -> tuple[Any, dict[str, Any]]:
     return timed, dict(zip(pipeline.LATENCY_KEYS, values, strict=True))
 
 
-def _compress(folder: Path, path: Path) -> None:
+def _command(words: str, path: Path) -> None:
     from rankwise.cli.app import run
 
-    source = folder / "to compress"
-    if not source.exists():
-        torch.manual_seed(0)
-        rw.save(SRULanguageModel(SRUConfig(num_words=9, embedding_width=8, width=12, num_layers=2)), source)
-    code = run(["compress", str(source), "--removed", "0.2", "--out", str(path), "--overwrite"])
+    code = run([*words.split(), "--device", "cpu", "--out", str(path), "--overwrite"])
     if code:
         raise RankwiseError(f"exit code {code}")
+
+
+def launched_sweep(path: Path, experiment: Any, kill_after: float) -> None:
+    """A sweep of 12 cells over 3 workers, one of which is killed; `killed` in the folder names its process."""
+    logs = path / "workers"
+
+    def kill() -> None:
+        time.sleep(kill_after)
+        while True:
+            # the first that has begun and is not finished
+            for log in logs.rglob("*.log"):
+                process = re.findall(r"in process (\d+) on", log.read_text())
+                if process and not log.with_suffix(".json").exists():
+                    (path / "killed").write_text(f"{log.parent.name}/{log.stem}")
+                    os.kill(int(process[-1]), signal.SIGKILL)
+                    return
+            time.sleep(0.01)
+
+    threading.Thread(target=kill, daemon=True).start()
+    sweep(experiment, path, **TWELVE, launcher=Local(3))
 
 
 def results(path: Path) -> dict[str, str]:
@@ -158,5 +244,6 @@ def results(path: Path) -> dict[str, str]:
 
 
 def leftovers(path: Path) -> list[str]:
-    """Hidden folders that nobody will remove."""
-    return [str(entry) for entry in path.parent.rglob(".*.????????*") if entry.is_dir()]
+    """Hidden folders that nobody will remove, and what is beside the result."""
+    hidden = [entry for entry in path.rglob(".*.????????*") if entry.is_dir()]
+    return [str(entry) for entry in (*hidden, *path.parent.iterdir()) if entry != path]

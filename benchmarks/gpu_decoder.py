@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from harness import commit, hardware, interleaved
 from torch import Tensor, nn
@@ -48,12 +49,27 @@ VARIANTS: dict[str, tuple[float, dict[str, Any], bool]] = {
     "50% removed, pivot": (0.5, {"layout": "pivot"}, True),
     "30% removed, odd ranks": (0.3, {"rank_multiple": 1}, True),
     "30% removed, multiples of 16": (0.3, {"rank_multiple": 16}, True),
+    "30% removed, multiples of 128": (0.3, {"rank_multiple": 128}, True),
+    "50% removed, multiples of 128": (0.5, {"rank_multiple": 128}, True),
+    "30% removed, multiples of 256": (0.3, {"rank_multiple": 256}, True),
+    "50% removed, multiples of 256": (0.5, {"rank_multiple": 256}, True),
 }
 """The share removed, settings of `rankwise.compress`, and whether layers are fused."""
 CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 2048 tokens": (1, 2048)}
 TINY_CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 64 tokens": (1, 64)}
 DECAY = 0.6
 """The k-th singular value is about k to the power of minus this."""
+
+
+def causal(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
+    """Attention without a mask, as engines for serving compute it: no text is padded. Under a compiler, transformers
+    would make a mask of all pairs of tokens."""
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    return y.transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register("causal", causal)
+transformers.AttentionMaskInterface.register("causal", lambda *_, **__: None)
 
 
 class Last(nn.Module):
@@ -74,6 +90,7 @@ def build(shape: dict[str, int], layers: int, device: str) -> nn.Module:
     config = transformers.LlamaConfig(
         **shape, num_hidden_layers=layers, max_position_embeddings=4096, tie_word_embeddings=False
     )
+    config._attn_implementation = "causal"
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():

@@ -4,7 +4,9 @@ The decoder of `gpu_decoder.py` (1.07B parameters with 4 layers) with weights in
 under autocast to bfloat16, fused AdamW. The time of a step and the peak of memory: dense; gated with all components
 open; after the gates have committed to 50% and 80% removed, before and after `pruner.drop_closed(optimizer)`; and the
 compact model; once more where every matrix starts with at most half of its rank (`max_rank`). Models are timed one
-after the other, as only one fits beside its optimizer's state. `--tiny` is a dry run.
+after the other, as only one fits beside its optimizer's state. `--compile` compiles every model by `torch.compile`, the
+dense one too, and leaves out those whose gates still move; `--profile` prints where the time of a step goes; `--tiny`
+is a dry run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_decoder import SHAPE, TINY, build, spread
+from gpu_decoder import SHAPE, TINY, build, profile, spread
 from harness import commit, hardware
 from torch import nn
 
@@ -35,24 +37,34 @@ RAMP = 4
 class Training:
     """Steps of a model, timed."""
 
-    def __init__(self, tokens: torch.Tensor, repeats: int) -> None:
-        self.tokens, self.repeats = tokens, repeats
+    def __init__(self, tokens: torch.Tensor, options: argparse.Namespace) -> None:
+        self.tokens, self.repeats, self.options = tokens, options.repeats, options
         self.is_gpu = tokens.is_cuda
         self.rows: dict[str, dict[str, Any]] = {}
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, pruner: rw.Pruner | None = None) -> None:
         with torch.autocast(self.tokens.device.type, torch.bfloat16):
-            loss = model(self.tokens, labels=self.tokens, use_cache=False).loss
+            loss = self.forward(model)
         loss.backward()
         optimizer.step()
         if pruner is not None:
             pruner.step()
         optimizer.zero_grad()
 
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = model(self.tokens, labels=self.tokens, use_cache=False).loss
+        return loss
+
     def measure(self, name: str, model: nn.Module, take: Callable[[], None]) -> None:
-        """Time `take`, and note the peak of memory, after two steps that are not counted."""
-        for _ in range(2):
+        """Time `take`, and note the peak of memory, after some steps that are not counted."""
+        if self.options.compile:
+            # every model is compiled anew: shapes differ
+            torch._dynamo.reset()
+            self.forward = torch.compile(Training.forward.__get__(self), dynamic=False)  # type: ignore[method-assign]
+        for _ in range(3):
             take()
+        if self.options.profile:
+            print(f"\n{name}:\n{profile(take, kernels=14)}", flush=True)
         if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -78,10 +90,12 @@ def prune(training: Training, make: Callable[[], nn.Module], removed: float, max
     budget = rw.Budget(removed=removed)
     pruner = rw.Pruner(model, budget, target="cuda", anneal_steps=RAMP, max_rank=max_rank)
     optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-5, fused=training.is_gpu)
-    training.measure(f"gated, all open, for {name}", model, partial(training.step, model, optimizer))
+    if not training.options.compile:
+        training.measure(f"gated, all open, for {name}", model, partial(training.step, model, optimizer))
     while pruner.steps <= RAMP:
         training.step(model, optimizer, pruner)
-    training.measure(f"committed, {name}", model, partial(training.step, model, optimizer, pruner))
+    if not training.options.compile:
+        training.measure(f"committed, {name}", model, partial(training.step, model, optimizer, pruner))
     pruner.drop_closed(optimizer)
     training.measure(f"closed components dropped, {name}", model, partial(training.step, model, optimizer, pruner))
     small = pruner.compact()
@@ -94,6 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--removed", type=float, nargs="+", default=[0.5, 0.8])
+    parser.add_argument("--max-rank", type=int, nargs="+", help="components of a matrix; 0: all (default: 0, half)")
+    parser.add_argument("--compile", action="store_true", help="compile all models by torch.compile")
+    parser.add_argument("--profile", action="store_true", help="print where the time of every case goes")
     parser.add_argument("--tiny", action="store_true", help="a dry run on any machine")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
     options = parser.parse_args()
@@ -106,14 +124,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     tokens = torch.randint(0, shape["vocab_size"], (4, 16 if options.tiny else 1024), device=device)
-    training = Training(tokens, options.repeats)
+    training = Training(tokens, options)
     dense = make()
     optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-5, fused=device == "cuda")
     training.measure("dense", dense, partial(training.step, dense, optimizer))
     del dense, optimizer
-    for max_rank in (None, shape["hidden_size"] // 2):
-        for removed in (0.5, 0.8):
-            prune(training, make, removed, max_rank)
+    for max_rank in options.max_rank or (0, shape["hidden_size"] // 2):
+        for removed in options.removed:
+            prune(training, make, removed, max_rank or None)
     if options.record is not None:
         record = {
             "name": "gpu-training",

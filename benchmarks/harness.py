@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -107,6 +109,8 @@ def commit() -> str:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent.parent)
 
-    head = git("rev-parse", "--short", "HEAD").stdout.strip()
+    head = git("rev-parse", "--short", "HEAD").stdout.strip() if shutil.which("git") else ""
+    if not head:
+        return os.environ.get("RANKWISE_COMMIT", "unknown")
     same = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results.csv").returncode == 0
-    return (head if same else f"{head}-dirty") or "unknown"
+    return head if same else f"{head}-dirty"

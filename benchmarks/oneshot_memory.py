@@ -2,6 +2,7 @@
 
 The largest resident memory of a process that compresses, with and without that of one that only imports the same
 packages, in units of the model's weights as they are loaded. The number of windows changes the time and not the memory.
+The two models are timed as where no memory is left for both: otherwise the dense one is loaded once more at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from safetensors import safe_open
 
 IMPORTS = (
     "import torch, transformers, rankwise.hf.loading; transformers.AutoModelForCausalLM; torch.eye(99) @ torch.eye(99)"
+)
+
+COMPRESS = (
+    "import sys; import rankwise.deploy.compressed as made; from rankwise.cli.app import run;"
+    "made.free_memory = lambda device: 0; sys.exit(run(sys.argv[1:]))"
 )
 
 
@@ -46,7 +52,7 @@ def main() -> None:
             size += sum(weights.get_tensor(name).nbytes for name in weights.keys())  # noqa: SIM118
     with tempfile.TemporaryDirectory() as folder:
         command = ["compress", str(options.model), "--removed", options.removed, "--calibration", options.text]
-        words = ["-m", "rankwise", *command, "--windows", options.windows, "--out", f"{folder}/small"]
+        words = ["-c", COMPRESS, *command, "--windows", options.windows, "--out", f"{folder}/small"]
         whole = peak(*words)
     alone = peak("-c", IMPORTS)
     for case, value in (("with the interpreter and its packages", whole), ("without them", whole - alone)):

@@ -1,6 +1,7 @@
 """Kills, full disks, flipped bits and strangers' folders, counted: does what is promised hold?
 
 python benchmarks/torture.py kills --number 300     # kill -9 at random moments of every command, resumed
+python benchmarks/torture.py sweep --number 3       # kill -9 of one of the three workers of a sweep
 python benchmarks/torture.py saves                  # kill -9 at every file operation of a save
 python benchmarks/torture.py disk --number 100      # a disk that is full after so many bytes of a file
 python benchmarks/torture.py fuzz --number 100000   # mutated folders (benchmarks/fuzz.py)
@@ -9,7 +10,8 @@ python benchmarks/torture.py memory --number 100000 # memory over so many steps
 python benchmarks/torture.py table                  # the table of docs/reliability.md
 
 Each prints its row and what went wrong, and keeps the row in `results/torture.json` (or --record FILE). Everything runs
-in children of this process, which are forked after the imports, so that hundreds of runs take minutes.
+in children of this process, which are forked after the imports, so that hundreds of runs take minutes. Cases are
+numbered: `--workers N` shares them out among processes, and `--case NUMBER` repeats one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
+import math
 import os
 import random
 import resource
@@ -27,6 +31,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -36,12 +41,27 @@ from typing import Any
 
 import fuzz
 import torch
-from children import ROOT, actions, in_child, leftovers, results
+from children import (
+    ENGINES,
+    ROOT,
+    TWELVE,
+    Case,
+    Outcome,
+    actions,
+    engines,
+    in_child,
+    launched_sweep,
+    leftovers,
+    results,
+    share_out,
+)  # fmt: skip
+from flips import flips
 from torch import nn
 
 import rankwise as rw
 from rankwise.deploy import save as saving
 from rankwise.errors import RankwiseError
+from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
 from rankwise.surroundings import surroundings
 
@@ -58,20 +78,19 @@ class Row:
     bad: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def note(self, case: str, wrong: str | None) -> None:
+    def note(self, case: str, wrong: str | None, more: dict[str, int] | None = None) -> None:
         """Count a case."""
         self.tried += 1
+        for key, value in (more or {}).items():
+            self.more[key] = self.more.get(key, 0) + value
         if wrong is not None:
             self.bad.append(f"{case}: {wrong}")
             print(f"BAD {self.name}: {self.bad[-1]}", flush=True)
 
 
-def kills(number: int, seed: int, work: Path) -> Row:
+def kills(work: Path) -> Case:
     """Kill at random moments, one to four times, then run to the end."""
-    row = Row(
-        "kills", "`kill -9` at random moments of runs, sentences, time budgets, sweeps, compress, exports; resumed"
-    )
-    known, draw, times, expected = actions(work / "shared"), random.Random(seed), {}, {}
+    known, times, expected = actions(work / "shared"), {}, {}
     for name, act in known.items():
         # the first time fills caches
         for place in ("first", "whole"):
@@ -81,11 +100,10 @@ def kills(number: int, seed: int, work: Path) -> Row:
             assert code == 0, (name, said)
         expected[name] = results(path)
         assert expected[name] == results(work / "first" / name) != {}, name
-    landed = 0
-    for case in range(number):
-        name = list(known)[case % len(known)]
-        path = work / "killed" / name
-        shutil.rmtree(path.parent, ignore_errors=True)
+
+    def run(case: int, folder: Path) -> Outcome:
+        draw, name = random.Random(case), list(known)[case % len(known)]
+        path, landed = folder / "killed" / name, 0
         for _ in range(draw.randint(1, 4)):
             landed += in_child(partial(known[name], path), draw.uniform(0, times[name]))[0] == -signal.SIGKILL
         code, said = in_child(partial(known[name], path))
@@ -94,9 +112,40 @@ def kills(number: int, seed: int, work: Path) -> Row:
             wrong = "other results"
         if wrong is None and (left := leftovers(path)):
             wrong = f"left {left[0]}"
-        row.note(f"{case} {name}", wrong)
-    row.more = {"kills": landed}
-    return row
+        shutil.rmtree(path.parent, ignore_errors=True)
+        return f"{case} {name}", wrong, {"kills": landed}
+
+    return run
+
+
+def sweeps(work: Path) -> Case:
+    """Kill a worker of a sweep at a random moment: every cell is there, and only the killed one was started twice."""
+    from tests.lab.experiments.experiment_toys import PHASE, toy
+
+    # sums depend on the number of threads
+    os.environ["OMP_NUM_THREADS"] = "1"
+    phase = dataclasses.replace(PHASE, steps=200, checkpoint_every=20)
+    experiment = toy(work, base=phase, training=phase)
+    code, said = in_child(lambda: sweep(experiment, work / "whole", **TWELVE))
+    assert code == 0, said
+    expected = results(work / "whole")
+
+    def run(case: int, folder: Path) -> Outcome:
+        path = folder / f"killed-{case}"
+        code, said = in_child(partial(launched_sweep, path, experiment, random.Random(case).uniform(5, 30)))
+        hit = (path / "killed").read_text() if (path / "killed").exists() else None
+        logs = list(path.rglob("workers/*/*.log"))
+        starts = {f"{log.parent.name}/{log.stem}": log.read_text().count("in process") for log in logs}
+        wrong = f"ended with {code}: {said[-300:]}" if code else None
+        if wrong is None and hit is None:
+            wrong = "no worker was killed"
+        if wrong is None and results(path) != expected:
+            wrong = "other results"
+        if wrong is None and (len(starts) != 14 or any(n != 1 + (name == hit) for name, n in starts.items())):
+            wrong = f"started {starts}, killed {hit}"
+        return str(case), wrong, {"kills": int(hit is not None)}
+
+    return run
 
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "shutil.rmtree")
@@ -126,7 +175,7 @@ def die_at(operation: int, folder: Path) -> None:
     safetensors.torch.save_file = stepping("save_file", safetensors.torch.save_file)
 
 
-def saves(number: int, seed: int, work: Path) -> Row:
+def saves(number: int, work: Path) -> Row:
     """Kill at every operation on files of every kind of save; there is a model before and after each."""
     row = Row("saves", "`kill -9` at every file operation of `save`, `save_pretrained` and a checkpoint")
     import transformers as hf
@@ -198,144 +247,54 @@ def _must(holds: bool) -> None:
         raise RankwiseError("it is another model")
 
 
-def disk(number: int, seed: int, work: Path) -> Row:
+def disk(work: Path) -> Case:
     """Files that cannot grow beyond some bytes: one clear error, the old result in its place, a run that resumes."""
-    row = Row("disk", "full disks: one clear error, what was there is kept, the same again ends with the same result")
-    known, draw, expected, sizes = actions(work / "shared"), random.Random(seed), {}, {}
+    known, expected, sizes = actions(work / "shared"), {}, {}
     for name, act in known.items():
         path = work / "whole" / name
-        code, said = in_child(lambda act=act, path=path: act(path))
+        code, said = in_child(partial(act, path))
         assert code == 0, (name, said)
         expected[name] = results(path)
         sizes[name] = max(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    for case in range(number):
-        name = list(known)[case % len(known)]
-        path = work / "full" / name
-        shutil.rmtree(path.parent, ignore_errors=True)
-        if name in ("save", "compress"):
+
+    def run(case: int, folder: Path) -> Outcome:
+        draw, name = random.Random(case), list(known)[case % len(known)]
+        path, replaces = folder / "full" / name, name.startswith(("save", "compress", "heal"))
+        if replaces:
             shutil.copytree(work / "whole" / name, path)
         before, most = results(path), int(sizes[name] * draw.uniform(0.02, 0.98))
 
-        def full(name: str = name, path: Path = path, most: int = most) -> None:
+        def full() -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
             known[name](path)
 
         code, said = in_child(full)
-        lines = said.strip().splitlines()
         wrong = None if code in (0, 2) else f"ended with {code}: {said[-300:]}"
-        if wrong is None and code == 2 and name in ("save", "compress") and results(path) != before:
+        if wrong is None and code == 2 and replaces and results(path) != before:
             wrong = "the old model is gone"
-        if wrong is None and code == 2 and not lines:
+        if wrong is None and code == 2 and not said.strip():
             wrong = "no word"
-        code, said = in_child(lambda name=name, path=path: known[name](path))
+        code, said = in_child(partial(known[name], path))
         if wrong is None and (code or results(path) != expected[name]):
             wrong = f"then ended with {code}: {said[-300:]}"
-        row.note(f"{case} {name}, {most:,} bytes", wrong)
-    return row
+        shutil.rmtree(path.parent, ignore_errors=True)
+        return f"{case} {name}, {most:,} bytes", wrong, {}
+
+    return run
 
 
-def flips(number: int, seed: int, work: Path) -> Row:
-    """One bit: noticed, or without meaning (white space in JSON)."""
-    row = Row("flips", "single flipped bits of models and checkpoints: refused or told of, or without meaning")
-    draw, known = random.Random(seed), fuzz.subjects(work / "subjects")
-    read: dict[str, Callable[[Path], Any]] = {
-        "load sru": rw.load,
-        "load mlp np-l0": lambda path: known["load mlp np-l0"].read(path),
-        "from_pretrained llama": lambda path: _llama().from_pretrained(path),
-        "checkpoint": lambda path: _checkpoint_of(path),
-    }
-    noticed = 0
-    expected = {name: _state(load(known[name].folder)) for name, load in read.items()}
-    for case in range(number):
-        name = list(read)[case % len(read)]
-        folder = work / "flipped" / "step-4"
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        shutil.copytree(known[name].folder, folder)
-        files = sorted(path for path in folder.iterdir() if path.name != "generation_config.json")
-        path = draw.choice(files)
-        content, bit = bytearray(path.read_bytes()), draw.randrange(8 * path.stat().st_size)
-        content[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(content)
-        wrong = None
-        try:
-            with _warnings() as told:
-                same = _same(_state(read[name](folder)), expected[name])
-            noticed += bool(told)
-            wrong = None if same or told else "another model, and no word"
-        except RankwiseError:
-            noticed += 1
-        # a configuration of transformers may be one of another library after a flip
-        except (OSError, ValueError) as error:
-            noticed += 1
-            wrong = None if name.startswith("from_pretrained") else f"{type(error).__name__}: {error}"
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
-        row.note(f"{case} {name} {path.name}, bit {bit}", wrong)
-    row.more = {"noticed": noticed}
-    return row
+def fuzzed(work: Path) -> Case:
+    """Mutated folders: an answer or one clear error."""
+    known = fuzz.subjects(work / "subjects")
+
+    def run(case: int, folder: Path) -> Outcome:
+        return *fuzz.run_case(case, known, folder), {}
+
+    return run
 
 
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What is said about a configuration that changed, which may be on purpose."""
-    from rankwise.hf import bounds
-
-    told: list[str] = []
-    before, bounds.logger.warning = bounds.logger.warning, told.append
-    try:
-        yield told
-    finally:
-        bounds.logger.warning = before
-
-
-def _llama() -> Any:
-    import transformers
-
-    return transformers.LlamaForCausalLM
-
-
-def _checkpoint_of(path: Path) -> Any:
-    found = Checkpoints(path.parent, keep=1).load(4)
-    return {**found.model, **found.training, "about": torch.tensor(list(json.dumps(found.about).encode()))}
-
-
-def _state(found: Any) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in (found if isinstance(found, dict) else found.state_dict()).items()}
-
-
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def fuzzed(number: int, seed: int, work: Path) -> Row:
-    """Mutated folders, in children of some thousand cases each: one that dies is a bad case, and the rest goes on."""
-    row = Row(
-        "fuzz", "mutated folders by `load`, commands and `from_pretrained`: an answer or one clear error, 2 s, 1 GB"
-    )
-    at, step = seed * 1_000_000, 2_000
-    end = at + number
-    while at < end:
-        with tempfile.TemporaryDirectory(dir=work) as scratch:
-            log = Path(scratch) / "log"
-
-            def act(first: int = at, log: Path = log, scratch: str = scratch) -> None:
-                with log.open("w") as file:
-                    for told, wrong in fuzz.fuzz(first, min(first + step, end), Path(scratch)):
-                        print(json.dumps([told, wrong]), file=file, flush=True)
-
-            code, said = in_child(act)
-            cases = [json.loads(line) for line in log.read_text().splitlines()]
-            for told, wrong in cases:
-                row.note(told, wrong)
-            at += len(cases)
-            if code:
-                row.note(str(at), f"the process ended with {code}: {said[-200:]}")
-                at += 1
-    return row
-
-
-def memory(number: int, seed: int, work: Path) -> Row:
+def memory(number: int, work: Path) -> Row:
     """Resident memory after a tenth of the steps, and at the end."""
     row = Row("memory", f"resident memory of a pruning run over {number:,} steps: growth after the first tenth")
     from rankwise.lab.training import Progress
@@ -362,25 +321,83 @@ def memory(number: int, seed: int, work: Path) -> Row:
     return row
 
 
-ROWS: dict[str, tuple[Callable[[int, int, Path], Row], int]] = {
-    "kills": (kills, 300),
-    "saves": (saves, 0),
-    "disk": (disk, 100),
-    "fuzz": (fuzzed, 100_000),
-    "flips": (flips, 5_000),
-    "memory": (memory, 100_000),
+@dataclass(frozen=True)
+class Cases:
+    """A row of cases that do not depend on each other."""
+
+    what: str
+    make: Callable[[Path], Case]
+    """Prepares in a folder what all cases share, and returns what runs one of them."""
+    number: int
+    chunk: int = 1
+    """Cases that a child runs before another takes its place."""
+
+
+ROWS: dict[str, Cases | Callable[[int, Path], Row]] = {
+    "kills": Cases(
+        "`kill -9` at random moments of runs, sentences, time budgets, sweeps, compress, heal, exports; resumed",
+        kills,
+        300,
+    ),
+    "sweep": Cases("a sweep of 12 cells over 3 local workers, one `kill -9` each: all cells, none twice", sweeps, 3),
+    "saves": saves,
+    "disk": Cases(
+        "full disks: one clear error, what was there is kept, the same again ends with the same result", disk, 100
+    ),
+    "fuzz": Cases(
+        "mutated folders by `load`, commands and `from_pretrained`: an answer or one clear error, 2 s, 1 GB",
+        fuzzed,
+        100_000,
+        500,
+    ),
+    "flips": Cases(
+        "single flipped bits of models and checkpoints: refused or told of, or without meaning", flips, 5_000, 250
+    ),
+    "memory": memory,
 }
 
 
-def torture(name: str, number: int | None = None, seed: int = 0) -> Row:
-    """One row of the table."""
-    make, usual = ROWS[name]
-    with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
-        threads = torch.get_num_threads()
+@contextlib.contextmanager
+def prepared(kind: Cases) -> Iterator[tuple[Case, Path]]:
+    """What runs a case, and the folder for it."""
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as work, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         # a child of a process with threads may wait for one that it does not have
         torch.set_num_threads(1)
-        stack.callback(torch.set_num_threads, threads)
-        return make(usual if number is None else number, seed, Path(work))
+        torch.manual_seed(0)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = kind.make(Path(work))
+            yield run, Path(work)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def torture(name: str, number: int | None = None, seed: int = 0, workers: int = 1, seconds: float = math.inf) -> Row:
+    """One row of the table."""
+    kind = ROWS[name]
+    if not isinstance(kind, Cases):
+        with tempfile.TemporaryDirectory() as work:
+            return kind(100_000 if number is None else number, Path(work))
+    row, first = Row(name, kind.what), seed * 1_000_000
+    cases = range(first, first + (kind.number if number is None else number))
+    with prepared(kind) as (run, work):
+        for outcome in share_out(run, cases, work, workers, kind.chunk, seconds):
+            row.note(*outcome)
+    if kind.make in (kills, disk) and (missing := [form for form in ENGINES if form not in engines()]):
+        row.more["without"] = " and ".join(missing)
+    return row
+
+
+def one_case(name: str, number: int) -> Outcome:
+    """The case of a number, in this process."""
+    kind = ROWS[name]
+    if not isinstance(kind, Cases):
+        sys.exit(f"{name} has no cases by number")
+    fuzz.is_tracing = True
+    with prepared(kind) as (run, work):
+        return run(number, work)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -402,16 +419,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", choices=[*ROWS, "table"])
     parser.add_argument("--number", type=int, help="of cases, or of steps")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="cases are numbered from a million times this on")
+    parser.add_argument("--workers", type=int, default=1, help="processes among which cases are shared out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further case after so long")
+    parser.add_argument("--case", type=int, help="run the case of this number alone, and keep nothing")
+    parser.add_argument("--commit", help="of this source, for the record, where git does not know it")
     parser.add_argument("--record", type=Path, default=RECORD)
     options = parser.parse_args()
     if options.row == "table":
         print(table(json.loads(options.record.read_text())))
         return
+    # nothing here is for a GPU, and a process that has used one cannot be forked
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if options.case is not None:
+        print(*one_case(options.row, options.case), sep="\n")
+        return
     began = time.monotonic()
-    made = torture(options.row, options.number, options.seed)
-    about = {"seed": options.seed, "seconds": round(time.monotonic() - began), "date": date.today().isoformat()}
-    row = {**dataclasses.asdict(made), **about, **surroundings(torch.device("cpu"))}
+    made = torture(options.row, options.number, options.seed, options.workers, options.seconds)
+    about = {"seed": options.seed, "workers": options.workers, "seconds": round(time.monotonic() - began)}
+    row = {**dataclasses.asdict(made), **about, "date": date.today().isoformat(), **surroundings(torch.device("cpu"))}
+    row["commit"] = options.commit or row["commit"]
     rows = {each["name"]: each for each in read_rows(options.record)} | {options.row: row}
     ordered = [rows[name] for name in ROWS if name in rows]
     content = {"format": "rankwise-torture", "version": 1, "rows": ordered}

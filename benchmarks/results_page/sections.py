@@ -245,12 +245,44 @@ def arena(record: Record) -> Table:
     """Compression without training, ours and its peers', on the calibration text's kind and on another."""
     split, dense = record["settings"]["split"], record["dense"]
     rows = sorted(record["rows"], key=lambda row: (row["removed"], row.get("refine", 0), row["name"]))
-    cells = [("dense", "", "", "", f"{dense['parameters']:,}", f"{dense[split]:.1f}", f"{dense['other']:.1f}")]
+    first = (
+        "dense",
+        "",
+        "",
+        "",
+        "",
+        f"{dense['parameters']:,}",
+        f"{dense[split]:.1f}",
+        f"{dense['other']:.1f}",
+        "",
+        "",
+    )
+    cells = [first]
     for row in rows:
         refined = row.get("refine", record["settings"]["refine"])
         sizes = (f"{row['removed']:.0%}", str(refined or ""), str(row["seed"]), f"{row['parameters']:,}")
-        cells.append((row["name"], *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}"))
-    return Table(("", "removed", "refined", "sample", "parameters", "WikiText-2", "other text"), tuple(cells))
+        after = row.get("healed") or row.get("polished")
+        trained = (f"{after[split]:,.1f}", f"{after['other']:,.1f}") if after else ("", "")
+        cells.append((row["name"], _made(row), *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}", *trained))
+    names = ("", "made with", "removed", "refined", "sample", "parameters", "WikiText-2", "other text")
+    columns = (*names, "then trained, WikiText-2", "other text")
+    # columns that no row fills are left out
+    shown = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in cells)]
+    return Table(tuple(columns[place] for place in shown), tuple(tuple(row[place] for place in shown) for row in cells))
+
+
+def _made(row: Record) -> str:
+    """The settings of a row of the arena that are not the default, in words."""
+    words = {
+        "calibrate": "{}",
+        "calibration_windows": "{} windows",
+        "smoothing": "smoothing {}",
+        "rank_multiple": "ranks in multiples of {}",
+        "refine_lr": "rate {}",
+        "heal": "healed by {} steps",
+        "polish": "trained by {} steps",
+    }
+    return ", ".join(text.format(row[name]) for name, text in words.items() if row.get(name))
 
 
 def oneshot(record: Record) -> Table:

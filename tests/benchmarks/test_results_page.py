@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results_page.claims import claims
 from results_page.figures import figures_of
 from results_page.page import page
 from results_page.records import read_results
@@ -101,7 +102,7 @@ def test_before_anything_is_run_only_the_paper_speaks() -> None:
     assert len(made.rows) == 16 and made.notes == ()
     own = [found for found in factorization((None, ""), (None, ""), (None, "")).rows if found[1] == "ours"]
     assert len(own) == 3 and all(set(found[2:]) == {""} for found in own)
-    assert page({}).count("\n## ") == 4
+    assert page({}).count("\n## ") == 5
 
 
 def test_parameters_of_clusters_add_up() -> None:
@@ -174,3 +175,12 @@ def test_speeds_on_a_gpu_stand_by_model_precision_and_batch() -> None:
     ]
     expected = ("4.00 ms", "2.00x", "4.00x", "8.00 ms", "4.00x", "8.00x")
     assert gpu_timing(benchmarks).rows == (("Transformer-XL", "bfloat16", "16", *expected),)
+
+
+def test_a_claim_holds_by_what_was_measured() -> None:
+    """Of two methods the one that loses less is better, by more than seeds differ; what was not run has no verdict."""
+    assert {line[3] for line in claims({}).rows} == {"not run"}
+    for agp, verdict in ((1.60, "1 better"), (1.40, "1 worse"), (1.501, "1 equal")):
+        rows = row("dense", 1.40), row("flop-l0-80", 1.50), row("agp-80", agp)
+        found = {"table-enwik8-sru": {"runs": [run("enwik8-sru", 0, *rows)]}}
+        assert [line[3] for line in claims(found).rows if "(AGP)" in line[0]] == [verdict]

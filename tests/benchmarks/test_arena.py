@@ -1,0 +1,79 @@
+"""The arena: calibration samples, components that are dropped by ZS-SVD's rule, and choices that see no test text."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+import arena_peers
+import arena_queue
+from arena import Cell, Protocol, calibration
+
+BY_RULE = argparse.Namespace(calibrate=None, smoothing=None, windows=None)
+DENSE = {"kind": "dense", "model": "smollm2", **dict.fromkeys(arena_queue.TEXTS, 10.0)}
+
+
+def tried(valid: float, news: float, test: float, **cell: Any) -> dict[str, Any]:
+    texts = {"valid": valid, "docstrings": news, "news": news, "test": test, "other": test}
+    return {"kind": "row", "model": "smollm2", "name": "ours", "removed": 0.2, **texts, **cell}
+
+
+@pytest.mark.parametrize("bos", [None, 7])
+def test_each_text_gives_its_share_of_windows(bos: int | None) -> None:
+    texts = {"a": torch.arange(1000, 2000), "b": torch.arange(2000, 3000), "g": torch.full((9, 20), 5)}
+    cell = Cell(name="ours", removed=0.2, calibrate="a+b+b+g", calibration_windows=16, calibration_length=10)
+    windows = calibration(texts, cell, Protocol(bos=bos))
+    assert windows.shape == (16, 10)
+    assert bos is None or bool((windows[:, 0] == bos).all())
+    first = windows[:, 1] // 1000
+    assert [int((first == kind).sum()) for kind in (1, 2, 0)] == [4, 8, 4]
+    # another sample has other windows
+    other = calibration(texts, Cell(**{**vars(cell), "seed": 1}), Protocol(bos=bos))
+    assert not torch.equal(windows, other)
+
+
+@given(st.data())
+def test_components_go_from_the_last_until_enough_is_saved(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.tuples(st.integers(4, 9), st.integers(4, 9)), min_size=1, max_size=4))
+    sites: Any = [argparse.Namespace(name=str(i), shape=shape) for i, shape in enumerate(sizes)]
+    plan: Any = argparse.Namespace(sites=sites)
+    change = {
+        site.name: data.draw(st.lists(st.floats(-1, 1), min_size=min(site.shape), max_size=min(site.shape)))
+        for site in sites
+    }
+    most = sum(site.shape[0] * site.shape[1] - sum(site.shape) for site in sites)
+    wanted = data.draw(st.integers(1, max(1, most)))
+    counts = arena_peers._zero_sum(plan, change, wanted)
+    saved = sum(max(0, a * b - counts[str(i)] * (a + b)) for i, (a, b) in enumerate(sizes))
+    assert saved >= wanted or all(count == 1 for count in counts.values())
+
+
+def test_settings_are_chosen_without_test_text_and_without_code() -> None:
+    rows = [
+        DENSE,
+        tried(12, 20, test=11),
+        tried(13, 14, test=99, calibrate="train+generated"),
+        tried(11, 11, test=11, calibrate="train+code"),
+        tried(11, 11, test=11, calibrate="train+prose", refine=250),
+    ]
+    for order in itertools.permutations(rows):
+        found = arena_queue.chosen(order, "smollm2", BY_RULE)
+        assert found == {"calibrate": "train+generated", "smoothing": ""}
+    by_hand = argparse.Namespace(calibrate="news", smoothing="1,0,0", windows=None)
+    assert arena_queue.chosen(rows, "smollm2", by_hand) == {"calibrate": "news", "smoothing": "1,0,0"}
+
+
+def test_the_plans_have_every_job_once_and_are_calibrated_on_no_text_that_is_measured() -> None:
+    for plan in (arena_queue.first_plan(), arena_queue.second_plan([DENSE], BY_RULE)):
+        keys = [job.key for job in dict.fromkeys(plan)]
+        assert len(keys) == len(set(keys))
+        # no job is calibrated on what is measured, nor on what is close to it
+        texts = {text for job in plan if job.cell for text in job.cell.calibrate.split("+")}
+        assert not texts & {"valid", "test", "other", "docstrings", "news"}
