@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 setup: $(STAMP)  ## create .venv and install rankwise with its development tools
 
-run: setup  ## train, prune and compare a small language model: minutes, no download
+run: setup  ## train five small language models on a CPU and compare them: minutes, no download
 	$(BIN)/rankwise run demo $(ARGS)
 
 # one torch thread per worker: the workers share the cores

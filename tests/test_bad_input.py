@@ -149,6 +149,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         rw.DataError,
         "`calibration` must hold at least one batch",
     ),
+    "calibration with labels": (
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),
+        {"init": "whitened", "calibration": [(torch.ones(2, 16), torch.ones(2))]},
+        rw.RankwiseError,
+        "A batch must hold the inputs of the model alone, without labels, .* not take 2 of them: .*takes 2 positional",
+    ),
+    "a loss without calibration": (SPEC.build, {"loss": "sampled"}, rw.PlanError, "`loss` must go with `calibration`"),
+    "a loss of another kind": (
+        SPEC.build,
+        {"loss": "mse"},
+        ValueError,
+        "`loss` must be a function, \"sampled\" or None, but is 'mse' instead.",
+    ),
     "rank multiple of zero": (
         SPEC.build,
         {"rank_multiple": 0},
@@ -326,7 +339,7 @@ def test_a_state_of_another_run_is_refused() -> None:
     model, pruner = gated()
     _, other = gated("flop-agp")
     before = gates(pruner)
-    with pytest.raises(RuntimeError, match="alpha"):
+    with pytest.warns(UserWarning, match="other arguments"), pytest.raises(RuntimeError, match="alpha"):
         pruner.load_state_dict(other.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(before, gates(pruner), strict=True))
     backward(model)

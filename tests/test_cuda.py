@@ -56,6 +56,7 @@ def test_a_step_synchronises_once() -> None:
     for _ in range(3):
         model(tokens).square().mean().backward()
         pruner.step()
+        model.zero_grad()
     model(tokens).square().mean().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         pruner.step()

@@ -156,6 +156,7 @@ SHORTER = {
     "--seeds 0,1\n": "--seeds 0\n",
     "wiki.txt --window 1024": "text.txt --window 16",
     "steps=300)": "steps=4)",
+    "num_windows=256)": "num_windows=8, window=16)",
 }
 """What the pages show, and what the tests run in its place to be quick."""
 TOO_SLOW = (
@@ -168,6 +169,7 @@ TOO_SLOW = (
     "--tasks",
     "wandb",
     "rankwise compare",
+    "--launcher",
 )
 """Commands with these words are parsed and not run: they need a GPU, a download, a compiler or another package, or
 serve until they are stopped."""
@@ -204,6 +206,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("desk")
     (folder / "text.txt").write_text(" ".join(f"w{i * i % 47}" for i in range(1_500)))
+    (folder / "other.txt").write_text(" ".join(f"w{i * i * i % 47}" for i in range(1_500)))
     (folder / "README.md").write_text(" ".join(f"w{i * i % 43}" for i in range(1_500)))
     (folder / "my_models.py").write_text(
         "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))\n"

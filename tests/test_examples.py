@@ -82,6 +82,17 @@ def test_healing_gains_what_compression_lost(
     assert healed[1] < compressed[1]
 
 
+def test_the_search_ends_with_the_best_of_its_trials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("optuna")
+    arguments = ("--trials", "4", "--steps", "10", "--out", str(tmp_path / "search"))
+    *trials, best = output_of("search_settings.py", monkeypatch, capsys, *arguments).splitlines()
+    complete = [numbers(line)[-1] for line in trials if line.endswith(" complete")]
+    assert len(trials) == 4
+    assert numbers(best)[-1] == min(complete)
+
+
 def test_the_server_answers_what_the_model_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

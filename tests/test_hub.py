@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from rankwise.cli.app import run
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.hf.loading import load_model
+from rankwise.hf.loading import load_tokenizer as load_calibration_tokenizer
 from rankwise.hub import check_name, source_of
 from rankwise.lab.data.glue import task_named
 from rankwise.lab.tasks.pretrained import load_tokenizer
@@ -89,12 +90,16 @@ def test_what_may_be_a_name_or_exists_is_let_through(name: str, here: Path) -> N
 
 def test_a_hub_that_does_not_answer_is_asked_once(here: Path, hub: type[Hub]) -> None:
     hub.silent = True
-    with pytest.raises(CheckpointError, match="but 'org/name' is not: We couldn't connect to"):
+    with pytest.raises(CheckpointError, match="no such folder, and the hub gave no such model: We couldn't connect"):
         load_model("org/name")
     assert hub.asked == ["/org/name/resolve/main/config.json"]
+    hub.asked.clear()
+    with pytest.raises(CheckpointError, match="MODEL must be .* but 'org/name' is not: there is no such folder"):
+        load_calibration_tokenizer("org/name", needed=True)
+    hub.asked.clear()
     with pytest.raises(RankwiseError, match=r"`model.name` must be a folder with a model, .* but org/name is neither"):
         check_encoder("org/name", task_named("mrpc"), 128)
-    assert len(hub.asked) == 2
+    assert len(hub.asked) == 1
 
 
 def test_a_hub_that_answers_is_asked_by_transformers(here: Path, hub: type[Hub]) -> None:
