@@ -16,6 +16,7 @@ import torch
 
 from rankwise.cli.app import run
 from tests.cli.cli_toys import results, words
+from tests.lab.experiments.fake_slurm import needs_submitit
 
 GRID = ["--methods", "fac", "--removed", "0.5", "--training.distill", "0"]
 PARTS = ("base", "dense", "fac-50")
@@ -102,10 +103,10 @@ def test_bad_options_get_one_line_and_write_nothing(
     assert not (tmp_path / "sweep").exists()
 
 
+@needs_submitit
 def test_a_slurm_that_is_not_there_is_refused_before_anything_is_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["sweep", "demo", *words(place), *GRID, "--launcher", "slurm", "--out", str(tmp_path / "sweep")]
     assert run(arguments) == 2

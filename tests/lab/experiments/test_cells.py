@@ -15,6 +15,7 @@ from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseErro
 from rankwise.lab.experiments.cells import PLAN, WORKERS, Cell, Scheduler
 from rankwise.lab.experiments.launchers import Job, Local, make_launcher
 from rankwise.lab.training import Interrupted, Watcher
+from tests.lab.experiments.fake_slurm import needs_submitit
 from tests.lab.experiments.toy_cell import __file__ as toy_cell
 
 GRID = [Cell(seed, "base") for seed in (0, 1, 2)] + [
@@ -154,8 +155,8 @@ def test_bad_launchers_are_refused(arguments: Any, told: str) -> None:
     assert told in str(refused.value)
 
 
+@needs_submitit
 def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RankwiseError, match="needs the commands of SLURM, but there is no `sbatch` here"):
         make_launcher("slurm").open(tmp_path)

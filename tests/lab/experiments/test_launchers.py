@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from rankwise.lab.experiments.cells import PLAN, WORKERS, Cell, Scheduler
 from rankwise.lab.experiments.launchers import Job, Ray, Slurm
 from rankwise.lab.training import Interrupted, Watcher
 from tests.lab.experiments import fake_slurm
+from tests.lab.experiments.fake_slurm import needs_submitit
 from tests.lab.experiments.toy_cell import __file__ as toy_cell
 
 OF_CELL = slice(3, None)
@@ -52,7 +55,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the jobs of a SLURM."""
-    pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", f"{fake_slurm.install(tmp_path)}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
     (tmp_path / "slurm").mkdir()
@@ -67,8 +69,8 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
+@needs_submitit
 def test_submitit_runs_what_can_be_run_and_leaves_no_pickle(folder: Path) -> None:
-    pytest.importorskip("submitit")
     launcher = OnThisMachine(2)
     launcher.open(folder / WORKERS)
     scheduler = Scheduler(launcher, folder, Watcher())
@@ -77,6 +79,7 @@ def test_submitit_runs_what_can_be_run_and_leaves_no_pickle(folder: Path) -> Non
     assert not list(folder.rglob("*.pkl"))
 
 
+@needs_submitit
 def test_a_job_of_slurm_has_its_options_and_goes_on_after_it_was_queued_again(folder: Path, slurm: Path) -> None:
     launcher, cell = ToySlurm(options={"partition": "gpu", "gpus-per-node": "1", "mem": "8G"}), Cell(0, "slow")
     launcher.open(folder / WORKERS)
@@ -99,6 +102,7 @@ def test_a_job_of_slurm_has_its_options_and_goes_on_after_it_was_queued_again(fo
     assert cell.is_finished(folder)
 
 
+@needs_submitit
 def test_ctrl_c_cancels_the_jobs_of_slurm(folder: Path, slurm: Path) -> None:
     class Impatient(ToySlurm):
         def start(self, command: Sequence[str], log: Path, worker: int, title: str) -> Job:
@@ -114,6 +118,7 @@ def test_ctrl_c_cancels_the_jobs_of_slurm(folder: Path, slurm: Path) -> None:
     assert (folder / WORKERS / "seed-0" / "slow.log").read_text().split() == ["started", "stopped"]
 
 
+@needs_submitit
 def test_what_sbatch_refuses_is_one_line(folder: Path, slurm: Path) -> None:
     (folder / "bin" / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpo' >&2; exit 1"
@@ -122,6 +127,23 @@ def test_what_sbatch_refuses_is_one_line(folder: Path, slurm: Path) -> None:
     launcher.open(folder / WORKERS)
     with pytest.raises(RankwiseError, match="sbatch refused the job seed-0/base: .*invalid partition specified: gpo"):
         Scheduler(launcher, folder, Watcher()).run([Cell(0, "base")])
+
+
+@needs_submitit
+def test_importing_submitit_leaves_the_logging_of_this_process_alone(tmp_path: Path) -> None:
+    code = """
+        import logging, os, sys
+        from rankwise.lab.experiments.launchers import quiet_submitit
+        handler, environment = logging.FileHandler(sys.argv[1]), dict(os.environ)
+        handler.close = lambda: sys.exit("closed")
+        assert quiet_submitit() is sys.modules["submitit"]
+        assert dict(os.environ) == environment
+        del handler.close
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "log"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.filterwarnings("ignore")

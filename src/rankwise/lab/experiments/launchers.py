@@ -173,7 +173,7 @@ class Slurm(Launcher):
     """The executor of submitit; tests have "local"."""
 
     def open(self, folder: Path) -> None:
-        submitit = installed("submitit", "cluster")
+        submitit = quiet_submitit()
         if self.cluster == "slurm" and (missing := [name for name in ("sbatch", "srun") if not shutil.which(name)]):
             raise RankwiseError(
                 f"The launcher slurm needs the commands of SLURM, but there is no `{missing[0]}` here. Run it where "
@@ -283,6 +283,18 @@ def installed(package: str, extra: str) -> Any:
         raise MissingPackageError(
             f"The launcher needs {package}, but it is not installed. {install_extra(extra)}"
         ) from None
+
+
+def quiet_submitit() -> Any:
+    """submitit, imported without its logging configuration, which would shut down every handler of this process."""
+    given = os.environ.get("SUBMITIT_LOG_LEVEL")
+    os.environ["SUBMITIT_LOG_LEVEL"] = given or "NOCONFIG"
+    try:
+        return installed("submitit", "cluster")
+    finally:
+        # jobs inherit the environment, and may write their own lines
+        if given is None:
+            del os.environ["SUBMITIT_LOG_LEVEL"]
 
 
 def ignore_user_signals() -> None:
