@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -102,10 +103,10 @@ def test_bad_options_get_one_line_and_write_nothing(
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
 def test_a_slurm_that_is_not_there_is_refused_before_anything_is_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["sweep", "demo", *words(place), *GRID, "--launcher", "slurm", "--out", str(tmp_path / "sweep")]
     assert run(arguments) == 2

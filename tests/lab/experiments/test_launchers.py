@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from tests.lab.experiments.toy_cell import __file__ as toy_cell
 
 OF_CELL = slice(3, None)
 """The words of a cell's command after `python -m MODULE`."""
+# not `importorskip`: imported in any other way than ours, it takes over the logging of this process
+needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
 
 
 def toy(command: Sequence[str]) -> list[str]:
@@ -52,7 +56,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the jobs of a SLURM."""
-    pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", f"{fake_slurm.install(tmp_path)}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
     (tmp_path / "slurm").mkdir()
@@ -67,8 +70,14 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
+@needs_submitit
+def test_submitit_does_not_set_up_the_logging_of_this_process(folder: Path) -> None:
+    OnThisMachine().open(folder)
+    assert not logging.getLogger("submitit").handlers
+
+
+@needs_submitit
 def test_submitit_runs_what_can_be_run_and_leaves_no_pickle(folder: Path) -> None:
-    pytest.importorskip("submitit")
     launcher = OnThisMachine(2)
     launcher.open(folder / WORKERS)
     scheduler = Scheduler(launcher, folder, Watcher())
@@ -77,6 +86,7 @@ def test_submitit_runs_what_can_be_run_and_leaves_no_pickle(folder: Path) -> Non
     assert not list(folder.rglob("*.pkl"))
 
 
+@needs_submitit
 def test_a_job_of_slurm_has_its_options_and_goes_on_after_it_was_queued_again(folder: Path, slurm: Path) -> None:
     launcher, cell = ToySlurm(options={"partition": "gpu", "gpus-per-node": "1", "mem": "8G"}), Cell(0, "slow")
     launcher.open(folder / WORKERS)
@@ -99,6 +109,7 @@ def test_a_job_of_slurm_has_its_options_and_goes_on_after_it_was_queued_again(fo
     assert cell.is_finished(folder)
 
 
+@needs_submitit
 def test_ctrl_c_cancels_the_jobs_of_slurm(folder: Path, slurm: Path) -> None:
     class Impatient(ToySlurm):
         def start(self, command: Sequence[str], log: Path, worker: int, title: str) -> Job:
@@ -114,6 +125,7 @@ def test_ctrl_c_cancels_the_jobs_of_slurm(folder: Path, slurm: Path) -> None:
     assert (folder / WORKERS / "seed-0" / "slow.log").read_text().split() == ["started", "stopped"]
 
 
+@needs_submitit
 def test_what_sbatch_refuses_is_one_line(folder: Path, slurm: Path) -> None:
     (folder / "bin" / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpo' >&2; exit 1"
