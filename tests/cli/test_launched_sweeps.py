@@ -61,7 +61,7 @@ def test_killed_and_failed_workers_are_replaced_and_the_results_are_those_of_one
     killer.join()
     told, errors = capsys.readouterr()
     assert "dense" in told
-    assert "fac-50" not in told
+    assert "without seed-0/fac-50: failed" in told
     assert errors.splitlines()[-1].startswith("rankwise: 1 cell of the sweep failed. seed-0/fac-50: FileExistsError: ")
     assert f"(log: {logs / 'fac-50.log'})" in errors
     assert times_started(logs) == {"base": 1, "dense": 2, "fac-50": 2}
