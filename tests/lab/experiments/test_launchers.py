@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,12 +62,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "slurm"
 
 
-def wait_for(path: Path) -> str:
+def wait_until(what: Callable[[], object]) -> None:
     until = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < until, f"{path} was not written"
+    while not what():
+        assert time.monotonic() < until, "nothing happened for 60 s"
         time.sleep(0.01)
-    return path.read_text()
+
+
+def wait_for(path: Path) -> None:
+    """Wait until something was written to a file."""
+    wait_until(lambda: path.exists() and path.read_text())
 
 
 @needs_submitit
@@ -99,12 +103,14 @@ def test_a_job_of_slurm_has_its_options_and_goes_on_after_it_was_queued_again(fo
     group = int((slurm / "100.pid").read_text())
     # as SLURM does when the time is over: to all processes of the job
     os.killpg(group, signal.SIGUSR2)
-    while int((slurm / "100.pid").read_text() or group) == group:
+
+    def is_queued_again() -> bool:
         assert not job.is_over()
-        time.sleep(0.01)
+        return int((slurm / "100.pid").read_text() or group) != group
+
+    wait_until(is_queued_again)
     (folder / "hurry").touch()
-    while not job.is_over():
-        time.sleep(0.01)
+    wait_until(job.is_over)
     assert cell.log(folder).read_text().split() == ["started", "stopped", "started", "finished"]
     assert cell.is_finished(folder)
 
@@ -150,8 +156,7 @@ def test_ray_runs_what_can_be_run(folder: Path) -> None:
         job = launcher.start(["", "", "", str(folder), "0", "slow"], cell.log(folder), 0, cell.title)
         wait_for(cell.log(folder))
         job.stop()
-        while not job.is_over():
-            time.sleep(0.01)
+        wait_until(job.is_over)
         assert cell.log(folder).read_text().split() == ["started", "stopped"]
     finally:
         launcher.close()
