@@ -88,6 +88,10 @@ def test_what_one_process_must_do_is_refused_in_several(monkeypatch: pytest.Monk
         heal_folder("small", "dense", "text", "out")
     with pytest.raises(RankwiseError, match="but RANK, MASTER_ADDR, MASTER_PORT is not set"):
         own_ranks()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(RankwiseError, match="WORLD_SIZE must be a whole number, as launchers set it, but is 'two'"):
+        own_ranks()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(RankwiseError, match="but FSDP was asked for"):
         own_ranks()

@@ -63,13 +63,13 @@ def run(arguments: Sequence[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: None if QUIET else _say(f"warning: {message}")
             code, message = _run(list(arguments))
-        if message and _is_spokesman(code):
+        if message and _may_report(code):
             _say(message)
         return code
     except BrokenPipeError:
         return BROKEN_PIPE
     except Exception:
-        _is_spokesman(FAILED)
+        _may_report(FAILED)
         raise
 
 
@@ -129,7 +129,7 @@ def _join(name: str) -> None:
     own_ranks()
 
 
-def _is_spokesman(code: int) -> bool:
+def _may_report(code: int) -> bool:
     """Whether this process tells of an error: of several, the first that has one."""
     if not SEVERAL:
         return True

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-# not pytest.importorskip: imported without `quiet_submitit`, it closes what pytest captures with
-needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
 START = 'SLURM_JOB_ID=$id setsid sh "$FAKE_SLURM/$id.sh" >"$FAKE_SLURM/$id.out" 2>&1 & echo $! >"$FAKE_SLURM/$id.pid"'
 COMMANDS = {
     "sbatch": f'id=$((100 + $(ls "$FAKE_SLURM" | grep -c sh$))); cp "$1" "$FAKE_SLURM/$id.sh"\n{START}\n'

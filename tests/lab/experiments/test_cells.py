@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseError
+from rankwise.errors import InvalidValueError, MissingPackageError
 from rankwise.lab.experiments.cells import PLAN, WORKERS, Cell, Scheduler
 from rankwise.lab.experiments.launchers import Job, Local, make_launcher
+from rankwise.lab.experiments.sweeps import failure
 from rankwise.lab.training import Interrupted, Watcher
-from tests.lab.experiments.fake_slurm import needs_submitit
 from tests.lab.experiments.toy_cell import __file__ as toy_cell
 
 GRID = [Cell(seed, "base") for seed in (0, 1, 2)] + [
@@ -90,6 +90,14 @@ def test_a_cell_that_fails_twice_is_told_of_with_those_that_need_it_and_the_othe
         "seed-0/fac": "it needs seed-0/bad-base, which failed",
     }
     assert launcher.started.count("seed-0/bad-base") == 2
+    assert found.tries == {"seed-0/bad-base": 2, "seed-1/base": 1, "seed-1/fac": 1}
+
+
+def test_a_message_names_the_logs_that_there_are() -> None:
+    started = {"cell": "seed-0/base", "log": "base.log", "why": "ValueError: it is bad."}
+    waiting = {"cell": "seed-0/fac", "log": None, "why": "it needs seed-0/base, which failed"}
+    told = "seed-0/base: ValueError: it is bad (log: base.log); seed-0/fac: it needs seed-0/base, which failed. The"
+    assert told in str(failure([started, waiting]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -153,13 +161,6 @@ def test_bad_launchers_are_refused(arguments: Any, told: str) -> None:
     with pytest.raises(InvalidValueError) as refused:
         make_launcher(*arguments)
     assert told in str(refused.value)
-
-
-@needs_submitit
-def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RankwiseError, match="needs the commands of SLURM, but there is no `sbatch` here"):
-        make_launcher("slurm").open(tmp_path)
 
 
 @pytest.mark.parametrize("name, package", [("slurm", "submitit"), ("ray", "ray")])

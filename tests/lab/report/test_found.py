@@ -12,6 +12,7 @@ import pytest
 from rankwise.errors import CheckpointError
 from rankwise.lab.report.found import read, series_of
 from rankwise.lab.report.page import make_page
+from rankwise.lab.report.tables import table
 
 
 def changed(file: Path, **changes: Any) -> None:
@@ -115,6 +116,20 @@ def test_no_field_of_a_record_can_stop_a_page(value: object, runs: Path, tmp_pat
         file.write_text(json.dumps({**record, "experiment": experiment}))
         html = make_page([file]).html()
         assert "quality" in html and "flop-l0 makes" in html
+
+
+@pytest.mark.parametrize("name", ["sweep", "words"])
+def test_models_that_failed_are_named(name: str, runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / name / "record.json").read_text())
+    why = {"cell": "seed-1/fac-50", "log": None, "why": "ValueError: it is bad."}
+    record["failed"] = [why] if name == "sweep" else ["fac-50"]
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(record))
+    (problem,) = read([file]).problems
+    assert (problem.place, problem.why) in [
+        ("sweep.json/seed-1/fac-50", "failed: ValueError: it is bad"), ("words.json/fac-50", "failed")
+    ]  # fmt: skip
+    assert any(note.startswith("without ") and note.endswith("fac-50: failed") for note in table(record).notes)
 
 
 def test_damaged_lines_of_metrics_are_named(copy: Path) -> None:

@@ -47,7 +47,7 @@ def make(folder: Path, cell: Cell) -> None:
         # one that outlived the command which started it may still work there
         with FileLock(part.folder / LOCK, timeout=0, is_singleton=True).acquire(timeout=-1):
             part.make()
-    write_file(cell.word(folder), {"plan": digest, "without": list(cell.without)})
+    write_file(cell.done_file(folder), {"plan": digest, "without": list(cell.without)})
 
 
 def end_with_parent() -> None:

@@ -48,16 +48,16 @@ class Cell:
     def log(self, folder: Path) -> Path:
         return folder / WORKERS / f"{self.title}.log"
 
-    def word(self, folder: Path) -> Path:
+    def done_file(self, folder: Path) -> Path:
         """The file that a process writes when it came to its end."""
         return folder / WORKERS / f"{self.title}.json"
 
     def is_finished(self, folder: Path) -> bool:
         """Whether it was made by the plan that is in the folder."""
-        word = read_json(self.word(folder)) or {}
+        done = read_json(self.done_file(folder)) or {}
         made = folder / f"seed-{self.seed}" / (RECORD if self.name == TABLE else f"{self.name}/{EXPORT}")
         asked = {"plan": digest_of(folder / WORKERS / PLAN), "without": list(self.without)}
-        return word == asked and made.exists()
+        return done == asked and made.exists()
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Scheduler:
                 later.append(cell)
             else:
                 worker = next(number for number in range(limit) if number not in self.running)
-                cell.word(self.folder).unlink(missing_ok=True)
+                cell.done_file(self.folder).unlink(missing_ok=True)
                 self.tries[cell.title] += 1
                 where = [str(self.folder.absolute()), str(cell.seed), cell.name, *cell.without]
                 command = [sys.executable, "-m", "rankwise.lab.experiments.cell", *where]

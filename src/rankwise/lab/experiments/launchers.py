@@ -12,12 +12,11 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
-
-import torch
 
 from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseError, install_extra, nearest, shortened
 
@@ -27,6 +26,7 @@ SAVING_SECONDS = 60.0
 """What a job that must leave its machine has for its last step and its checkpoint; SLURM gives it 90."""
 SLURM_MINUTES = 60
 """The time limit of a job of SLURM, after which it is queued again and goes on."""
+SUBMITIT_LOGGING = "SUBMITIT_LOG_LEVEL"
 
 
 class Job(Protocol):
@@ -118,6 +118,9 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
+    # not above: a job of SLURM, which only waits for its process, imports this module too
+    import torch
+
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
@@ -173,7 +176,8 @@ class Slurm(Launcher):
     """The executor of submitit; tests have "local"."""
 
     def open(self, folder: Path) -> None:
-        submitit = quiet_submitit()
+        with _own_logging():
+            submitit = installed("submitit", "cluster")
         if self.cluster == "slurm" and (missing := [name for name in ("sbatch", "srun") if not shutil.which(name)]):
             raise RankwiseError(
                 f"The launcher slurm needs the commands of SLURM, but there is no `{missing[0]}` here. Run it where "
@@ -285,16 +289,21 @@ def installed(package: str, extra: str) -> Any:
         ) from None
 
 
-def quiet_submitit() -> Any:
-    """submitit, imported without its logging configuration, which would shut down every handler of this process."""
-    given = os.environ.get("SUBMITIT_LOG_LEVEL")
-    os.environ["SUBMITIT_LOG_LEVEL"] = given or "NOCONFIG"
+@contextmanager
+def _own_logging() -> Iterator[None]:
+    """Keep submitit from setting up the logging of this process when it is imported. In its jobs it still does.
+
+    That closes all handlers there are, and absl's, which TensorBoard brings, may close stderr too. It also writes to
+    stdout, where a command may print JSON.
+    """
+    before = os.environ.get(SUBMITIT_LOGGING)
+    os.environ[SUBMITIT_LOGGING] = "NOCONFIG"
     try:
-        return installed("submitit", "cluster")
+        yield
     finally:
-        # jobs inherit the environment, and may write their own lines
-        if given is None:
-            del os.environ["SUBMITIT_LOG_LEVEL"]
+        del os.environ[SUBMITIT_LOGGING]
+        if before is not None:
+            os.environ[SUBMITIT_LOGGING] = before
 
 
 def ignore_user_signals() -> None:

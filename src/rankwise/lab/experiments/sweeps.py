@@ -126,8 +126,8 @@ def _launched(
         scheduler.run(tables, at_most=1)
     finally:
         launcher.close()
-    places = {cell.title: str(cell.log(path)) for cell in (*cells, *tables)}
-    failed = [{"cell": title, "log": places[title], "why": why} for title, why in scheduler.failed.items()]
+    logs = {cell.title: str(cell.log(path)) for cell in (*cells, *tables) if cell.title in scheduler.tries}
+    failed = [{"cell": title, "log": logs.get(title), "why": why} for title, why in scheduler.failed.items()]
     runs = [read_json(path / f"seed-{cell.seed}" / RECORD) for cell in tables if cell.title in scheduler.finished]
     if not runs:
         raise failure(failed)
@@ -158,9 +158,11 @@ def _cells(
     return sorted(cells, key=lambda cell: cell.name != BASE)
 
 
-def failure(failed: Sequence[Mapping[str, str]]) -> PartsFailedError:
-    """The error that tells which cells failed, why, and where their logs are."""
-    told = "; ".join(f"{each['cell']}: {each['why'].rstrip('.')} (log: {each['log']})" for each in failed[:SHOWN])
+def failure(failed: Sequence[Mapping[str, Any]]) -> PartsFailedError:
+    """The error that tells which cells failed, why, and where their logs are, if they were started."""
+    logs = [f" (log: {each['log']})" if each["log"] else "" for each in failed]
+    parts = [f"{each['cell']}: {each['why'].rstrip('.')}{log}" for each, log in zip(failed, logs, strict=True)]
+    told = "; ".join(parts[:SHOWN])
     more = f"; and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
     cells = "1 cell" if len(failed) == 1 else f"{len(failed)} cells"
     return PartsFailedError(f"{cells} of the sweep failed. {told}{more}. The same command again goes on with them.")

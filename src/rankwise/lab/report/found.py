@@ -15,7 +15,7 @@ from typing import Any
 from rankwise.errors import CheckpointError
 from rankwise.lab.report.curves import METRICS, Metrics, read_metrics
 from rankwise.lab.report.records import check_rows, complete
-from rankwise.lab.report.tables import EXPERIMENT, EXPORT, FORMATS, RECORD, TABLE, measures_of, read_json
+from rankwise.lab.report.tables import EXPERIMENT, EXPORT, FORMATS, RECORD, TABLE, failures, measures_of, read_json
 
 CONFIG, COMPRESSION, STRUCTURE, MODEL = "config.json", "compression.json", "rankwise.json", "model"
 COMPRESSED, TRAINED = "rankwise-compressed", "rankwise-run"
@@ -146,13 +146,13 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
     if not path.exists():
         raise CheckpointError("does not exist")
     if path.is_file():
-        yield from _of_record(read_json(path), title, None)
+        yield from _of_record(read_json(path), title, None, problems)
     elif (path / COMPRESSION).is_file():
         yield compressed_run(path, title)
     elif (path / METRICS).is_file() or (path / EXPORT).is_file():
         yield _part(path, title)
     elif (path / RECORD).is_file():
-        yield from _of_record(read_json(path / RECORD), title, path)
+        yield from _of_record(read_json(path / RECORD), title, path, problems)
     elif any(path.glob(f"{SEED}/{EXPERIMENT}")):
         yield from _unfinished_sweep(path, title, problems)
     elif (path / EXPERIMENT).is_file() and not (path / STRUCTURE).is_file():
@@ -186,7 +186,7 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
             problems.append(Problem(f"{title}/{file.name}", _why(error)))
             continue
         if content.get("format") in (*FORMATS, TABLE):
-            yield from _of_record(content, f"{title}/{file.stem}", None)
+            yield from _of_record(content, f"{title}/{file.stem}", None, problems)
     for folder in sorted(child for child in path.iterdir() if child.is_dir()):
         if any((folder / name).is_file() for name in (RECORD, EXPERIMENT, COMPRESSION, METRICS)):
             try:
@@ -195,7 +195,7 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
                 problems.append(Problem(f"{title}/{folder.name}", _why(error)))
 
 
-def _of_record(record: Mapping[str, Any], title: str, folder: Path | None) -> Iterator[Run]:
+def _of_record(record: Mapping[str, Any], title: str, folder: Path | None, problems: list[Problem]) -> Iterator[Run]:
     """The runs of a record, one for each base."""
     form, version = record.get("format"), record.get("version", 0)
     if form not in (*FORMATS, TABLE):
@@ -209,6 +209,8 @@ def _of_record(record: Mapping[str, Any], title: str, folder: Path | None) -> It
         check_rows(each)
         place = folder / f"seed-{each.get('seed')}" if folder is not None and "runs" in record else folder
         yield Run(title, place, complete(each), trainings=tuple(_trainings(place, each)))
+    for name, why in failures(record).items():
+        problems.append(Problem(f"{title}/{name}", f"failed{': ' * bool(why)}{why.rstrip('.')}"))
 
 
 def _part(folder: Path, title: str) -> Run:

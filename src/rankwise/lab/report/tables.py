@@ -120,6 +120,8 @@ def _table(record: Mapping[str, Any]) -> Table:
     notes = [f"over {len(runs)} seeds: mean ± standard deviation"] if len(runs) > 1 else []
     if any(row["nonzeros"] for group in found.values() for row in group):
         notes.append("* non-zero parameters: the matrices keep their shape")
+    if failed := failures(record):
+        notes.append(f"without {', '.join(failed)}: failed")
     controls = [control_of(run["rows"], row) for run in runs for row in run["rows"]]
     if any(control is not None and control["name"] == TAUGHT for control in controls):
         notes.append(f"rows that learn from {CONTROL} are compared with {TAUGHT}: a dense model that does so too")
@@ -169,6 +171,16 @@ def control_of(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Map
     if row["name"] in (CONTROL, TAUGHT):
         return None
     return (named.get(TAUGHT) if row.get("distill") else None) or named.get(CONTROL)
+
+
+def failures(record: Mapping[str, Any]) -> dict[str, str]:
+    """The models that are missing from a record because they failed, and why, where it says so."""
+    failed = record.get("failed")
+    # a sweep says more of them than a run
+    told = [
+        each if isinstance(each, Mapping) else {"cell": each} for each in (failed if isinstance(failed, list) else [])
+    ]
+    return {str(each.get("cell")): str(each.get("why", "")) for each in told}
 
 
 def measured_on(record: Mapping[str, Any]) -> str:

@@ -289,12 +289,23 @@ def own_ranks() -> Ranks:
     """The ranks that this process was started with, joined when this is first called; itself, if it is alone."""
     if has_joined():
         return _JOINED[-1]
-    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    launched = _launched("WORLD_SIZE", 1)
     if dist.is_available() and not dist.is_initialized() and launched > 1:
         _join(launched)
     if not _JOINED or dist.is_initialized():
         _JOINED[:] = [Ranks()]
     return _JOINED[-1]
+
+
+def _launched(name: str, usual: int) -> int:
+    """A number that a launcher sets in the environment."""
+    text = os.environ.get(name) or str(usual)
+    if not text.isdecimal():
+        raise RankwiseError(
+            f"{name} must be a whole number, as launchers set it, but is {text!r} instead. Start the processes by "
+            "`torchrun`, or unset it for one process."
+        )
+    return int(text)
 
 
 def _join(launched: int) -> None:
@@ -310,7 +321,7 @@ def _join(launched: int) -> None:
             f"A launcher must set RANK, MASTER_ADDR and MASTER_PORT for {launched} processes (WORLD_SIZE), but "
             f"{', '.join(missing)} is not set. Start them by `torchrun`, or unset WORLD_SIZE for one process."
         )
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = _launched("LOCAL_RANK", 0)
     if local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
@@ -338,7 +349,7 @@ def check_share(ranks: Ranks, batch_size: int, accumulate: int, device: torch.de
             f"`batch_size` counts the streams or examples of all processes together, so it must be a multiple of "
             f"{parts}, but is {batch_size} instead. Change it, or the number of processes."
         )
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    here, gpus = _launched("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device.type == "cuda" and here > gpus:
         raise RankwiseError(
             f"Every process needs a GPU of its own, but {here} were started on a machine with {gpus}. "
@@ -348,6 +359,6 @@ def check_share(ranks: Ranks, batch_size: int, accumulate: int, device: torch.de
 
 def refuse_several(what: str) -> None:
     """Refuse to do in several processes what only one can do."""
-    count = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    count = dist.get_world_size() if dist.is_initialized() else _launched("WORLD_SIZE", 1)
     if count > 1:
         raise RankwiseError(f"{what} must run in one process, but was started in {count}. Start it without a launcher.")

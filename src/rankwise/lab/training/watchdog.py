@@ -79,7 +79,9 @@ class Watchdog(Thread):
         """Take no more notice of others. The first rank leaves last, for it keeps what the others look at."""
         self._over.set()
         try:
-            gone, end = self.store.add(GONE, int(self.rank > 0)), time.monotonic() + 2 * GRACE
+            # a dead one never leaves; after an error, the living need only see that there was one
+            longest = 2 * PERIOD if self.store.add(FAILED, 0) else 2 * GRACE
+            gone, end = self.store.add(GONE, int(self.rank > 0)), time.monotonic() + longest
             while self.rank == 0 and gone < self.count - 1 and time.monotonic() < end:
                 time.sleep(0.02)
                 gone = self.store.add(GONE, 0)
