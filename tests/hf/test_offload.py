@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:These layers are left as they ar
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offload")
-    for family in ("llama-tied", "llama", "gemma", "bert", "t5", "qwen3-moe"):
+    for family in ("llama-tied", "llama", "gemma", "bert", "t5", "qwen3-moe", "gpt2"):
         build(family).save_pretrained(folder / family)
         tokenizer().save_pretrained(folder / family)
     (folder / "text.txt").write_text(" ".join(TEXT_WORDS[i * i % 50] for i in range(2_000)))
@@ -70,7 +70,7 @@ def in_memory(module: nn.Module) -> int:
     return sum(t.nbytes for t in tensors if not any(first <= t.data_ptr() < last for first, last in files))
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "llama", "gemma", "bert", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama-tied", "llama", "gemma", "bert", "qwen3-moe", "gpt2"])
 @pytest.mark.parametrize("more", [{}, {"ranks": "even"}, {"loss": None}], ids=["global", "even", "no loss"])
 def test_a_model_on_disk_is_compressed_as_one_in_memory(place: Path, tmp_path: Path, family: str, more: Any) -> None:
     wanted = compressed(load_model(str(place / family)), **more)

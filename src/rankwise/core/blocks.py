@@ -39,7 +39,9 @@ class Call:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         kept = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        return cls(args[1:], {**kept, "use_cache": False} if "use_cache" in kept else kept)
+        # some blocks get what `CACHES` name by position
+        rest = tuple(None if hasattr(value, "get_seq_length") else value for value in args[1:])
+        return cls(rest, {**kept, "use_cache": False} if "use_cache" in kept else kept)
 
     def __call__(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
         return first_tensor(block(x_BTD, *self.args, **self.kwargs))
