@@ -211,6 +211,14 @@ def test_what_cannot_be_done_from_disk_is_refused(place: Path, tmp_path: Path) -
         compress_folder(PretrainedModel("unread"), rw.Budget(removed=0.3), tmp_path / "small", offload="ssd")  # type: ignore[arg-type]
 
 
+def test_files_of_a_killed_command_are_removed_by_the_next_one(place: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".small.offload" / "tmp123"
+    left.mkdir(parents=True)
+    (left / "states-0.safetensors").write_text("large")
+    compress_folder(PretrainedModel(str(place / "llama")), rw.Budget(removed=0.3), tmp_path / "small")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
