@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("suite", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections, and of the searches for optimizers that checks of loops make.
+
+    Each of them would look at a million objects of libraries.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
