@@ -28,6 +28,11 @@ class StopForward(Exception):  # noqa: N818 - no error
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments by which blocks of transformers remember earlier calls; without them a call can be repeated."""
 
+NOT_A_CHAIN = (
+    'A model is compressed block by block from disk if {}. Use --offload none (offload="none") with a device on which '
+    "it fits, such as cpu."
+)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -232,11 +237,8 @@ class Chain:
         self.lengths = [len(each.returned) if isinstance(each.returned, tuple) else None for each in seen]
         _, calls = self.start([batch])
         if not seen or any(not _same(call, each.call) for (call,), each in zip(calls, seen, strict=True)):
-            raise RankwiseError(
-                "A model is compressed block by block from disk if its blocks, the layers of an `nn.ModuleList`, hand "
-                f"each other hidden states and nothing else, but those of {type(model).__name__} do not. Use "
-                '--offload none (offload="none") with a device on which it fits, such as cpu.'
-            )
+            rule = "its blocks, the layers of an `nn.ModuleList`, hand each other hidden states and nothing else"
+            raise RankwiseError(NOT_A_CHAIN.format(f"{rule}, but those of {type(model).__name__} do not"))
 
     def start(self, batches: Sequence[Any]) -> tuple[list[Tensor], list[list[Call]]]:
         """What the first block reads of each batch, and for each block and batch what else it is called with."""
