@@ -25,3 +25,8 @@ def pytest_collection_finish() -> None:
 def _seed() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free them at its end: nanobind would call them leaks."""
+    gc.unfreeze()
