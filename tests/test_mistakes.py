@@ -6,6 +6,8 @@ Mistakes with several processes: tests/core/test_distributed.py and test_sharded
 from __future__ import annotations
 
 import copy
+import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +195,14 @@ MISTAKES: dict[Callable[[], None], str] = {
 def test_a_mistake_gets_a_sentence(mistake: Callable[[], None]) -> None:
     with pytest.raises((rw.RankwiseError, UserWarning, RuntimeError), match=MISTAKES[mistake]):
         mistake()
+
+
+@pytest.mark.parametrize("mistake", [left_a_layer_in_evaluation_mode, took_parameters_by_their_names, diverged])
+def test_a_warning_shows_the_line_of_the_loop(mistake: Callable[[], None]) -> None:
+    with pytest.warns(UserWarning, match=MISTAKES[mistake]) as told:
+        mistake()
+    (one,) = (each for each in told if re.search(MISTAKES[mistake], str(each.message)))
+    assert "pruner." in linecache.getline(one.filename, one.lineno)
 
 
 def test_what_looks_like_a_mistake_and_is_none() -> None:

@@ -33,6 +33,14 @@ def test_truncated_svd_has_the_least_error(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(factors.energy_R, values[:rank] ** 2, atol=1e-9, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_factors_are_contiguous_as_weights_are(shape: tuple[int, int]) -> None:
+    """What flattens parameters, as LBFGS and `parameters_to_vector`, takes no others."""
+    weight, second = torch.randn(shape), torch.randn(min(shape), 7)
+    for factors in (svd(weight), svd(weight, 1), svd_of_pair(svd(weight).p_OR, second)):
+        assert factors.p_OR.is_contiguous() and factors.q_RI.is_contiguous()
+
+
 def test_the_singular_values_are_shared_out_between_the_factors() -> None:
     factors = svd(torch.randn(8, 5, dtype=torch.float64))
     torch.testing.assert_close(factors.p_OR.norm(dim=0), factors.q_RI.norm(dim=1))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -108,6 +108,36 @@ def test_of_a_long_file_only_places_are_read(tmp_path: Path) -> None:
     assert windows(path, 4, number=4) == found
     with pytest.raises(DataError, match="must be UTF-8, but .*a.jsonl has the byte 0xe9"):
         windows(path, 4, number=4_000)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 12), st.integers(1, 20))
+def test_windows_of_long_files_do_not_overlap(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int, number: int
+) -> None:
+    """Also where places lie in one long document: what is kept back must not be what calibrates."""
+    assume(sum(sizes) >= length)
+    words = iter(range(sum(sizes)))
+    path = tmp_path_factory.getbasetemp() / "long.jsonl"
+    lines(path, *({"text": " ".join(str(next(words)) for _ in range(size))} for size in sizes))
+    calibration = Calibration(file=path, num_windows=number, window=length)
+    found = text_windows(lambda text: [int(word) for word in text.split()], calibration, bytes_per_token=1)
+    seen = torch.cat(found).tolist()
+    assert len(seen) == len(set(seen)) and all(len(window) == length for window in found)
+    if len(sizes) == 1:
+        assert len(found) == min(number, sizes[0] // length)
+
+
+@pytest.mark.parametrize("line", ['{"text": "w1 \\udc80"}', '{"text": "w1 \\ud800"}'])
+def test_half_of_a_character_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match="but line 1 is"):
+        windows(tmp_path / "a.jsonl", 2)
+
+
+def test_files_of_other_systems_and_empty_documents_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "w1 w2"}\r\n\r\n{"text": ""}\r\n{"text": "w3 w4"}')
+    assert windows(path, 6) == [numbers("w1 w2 </s> w3 w4 </s>")]
 
 
 def test_an_empty_file_is_told_to_be_longer(tmp_path: Path) -> None:

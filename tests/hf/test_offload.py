@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:These layers are left as they ar
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offload")
-    for family in ("llama-tied", "llama", "gemma", "bert", "t5", "qwen3-moe"):
+    for family in ("llama-tied", "llama", "gemma", "bert", "t5", "qwen3-moe", "gpt2"):
         build(family).save_pretrained(folder / family)
         tokenizer().save_pretrained(folder / family)
     (folder / "text.txt").write_text(" ".join(TEXT_WORDS[i * i % 50] for i in range(2_000)))
@@ -70,7 +70,7 @@ def in_memory(module: nn.Module) -> int:
     return sum(t.nbytes for t in tensors if not any(first <= t.data_ptr() < last for first, last in files))
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "llama", "gemma", "bert", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama-tied", "llama", "gemma", "bert", "qwen3-moe", "gpt2"])
 @pytest.mark.parametrize("more", [{}, {"ranks": "even"}, {"loss": None}], ids=["global", "even", "no loss"])
 def test_a_model_on_disk_is_compressed_as_one_in_memory(place: Path, tmp_path: Path, family: str, more: Any) -> None:
     wanted = compressed(load_model(str(place / family)), **more)
@@ -209,6 +209,14 @@ def test_what_cannot_be_done_from_disk_is_refused(place: Path, tmp_path: Path) -
         Offload(nn.Linear(2, 2), CPU, tmp_path)
     with pytest.raises(RankwiseError, match='`offload` must be "auto", "disk" or "none", but is \'ssd\''):
         compress_folder(PretrainedModel("unread"), rw.Budget(removed=0.3), tmp_path / "small", offload="ssd")  # type: ignore[arg-type]
+
+
+def test_files_of_a_killed_command_are_removed_by_the_next_one(place: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".small.offload" / "tmp123"
+    left.mkdir(parents=True)
+    (left / "states-0.safetensors").write_text("large")
+    compress_folder(PretrainedModel(str(place / "llama")), rw.Budget(removed=0.3), tmp_path / "small")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -79,6 +81,48 @@ def test_gates_start_between_even_ranks_and_those_of_one_shot_compression() -> N
     assert abs(size.expected - size.budget) < 1 and pruner.controller.target_size() == size.budget
     plain = rw.Pruner(correlated()[0], budget, anneal_steps=30)
     assert plain.size().expected > 0.99 * plain.size().dense
+
+
+class WithAside(nn.Module):
+    """Two layers that count, one whose large outputs the loss does not see, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.aside, self.unused = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        self.seen = self.aside(100 * h)
+        y: torch.Tensor = self.last(h)
+        return y
+
+
+def test_a_matrix_on_which_the_loss_does_not_depend_takes_nothing_from_others() -> None:
+    x = torch.randn(100, 24)
+    pruner = rw.Pruner(
+        *(WithAside(), rw.Budget(removed=0.5)), init="whitened", calibration=[x], anneal_steps=30,
+        loss=lambda output: output.square().mean(),
+    )  # fmt: skip
+    ranks = pruner.ranks()
+    assert min(ranks["first"], ranks["last"]) > 2 * max(ranks["aside"], ranks["unused"])
+    assert min(ranks.values()) > 0
+
+
+def weighed_pruner(**given: Any) -> rw.Pruner:
+    model, x = correlated()
+    if given:
+        given |= {"init": "whitened", "calibration": [x]}
+    return rw.Pruner(model, rw.Budget(removed=0.5), anneal_steps=30, **given)
+
+
+def test_a_start_by_worth_is_copied_and_resumed() -> None:
+    pruner = weighed_pruner(loss="sampled")
+    for twin in (copy.deepcopy(pruner), pickle.loads(pickle.dumps(pruner))):
+        assert twin.ranks() == pruner.ranks() and twin.controller.target_size() == pruner.limit
+    weighed_pruner(loss="sampled").load_state_dict(pruner.state_dict())
+    # without the loss gates would go on with another schedule and step length
+    with pytest.warns(UserWarning, match="made with other arguments: the settings of the method, or `loss`. A run"):
+        weighed_pruner().load_state_dict(pruner.state_dict())
 
 
 def test_a_start_by_worth_needs_a_loss() -> None:

@@ -73,14 +73,18 @@ def test_a_cache_is_left_out_of_a_call() -> None:
     seen: dict[str, Any] = {}
 
     class Watched(nn.Module):
-        def forward(self, x: Tensor, mask: str, **kwargs: Any) -> Tensor:
-            seen.update(kwargs, mask=mask)
+        def forward(self, x: Tensor, past: object, mask: str, **kwargs: Any) -> Tensor:
+            seen.update(kwargs, past=past, mask=mask)
             return x
 
+    class Cache:
+        def get_seq_length(self) -> int:
+            return 0
+
     x = torch.randn(1, 2, 3)
-    call = Call.of((x, "mask"), {"past_key_values": object(), "use_cache": True, "positions": 7})
+    call = Call.of((x, Cache(), "mask"), {"past_key_values": object(), "use_cache": True, "positions": 7})
     assert call(Watched(), x) is x
-    assert seen == {"mask": "mask", "past_key_values": None, "use_cache": False, "positions": 7}
+    assert seen == {"past": None, "mask": "mask", "past_key_values": None, "use_cache": False, "positions": 7}
 
 
 def test_gradients_of_outputs_are_those_of_autograd() -> None:

@@ -28,6 +28,11 @@ class StopForward(Exception):  # noqa: N818 - no error
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments by which blocks of transformers remember earlier calls; without them a call can be repeated."""
 
+NOT_A_CHAIN = (
+    'A model is compressed block by block from disk if {}. Use --offload none (offload="none") with a device on which '
+    "it fits, such as cpu."
+)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -39,7 +44,9 @@ class Call:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         kept = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        return cls(args[1:], {**kept, "use_cache": False} if "use_cache" in kept else kept)
+        # some blocks get what `CACHES` name by position
+        rest = tuple(None if hasattr(value, "get_seq_length") else value for value in args[1:])
+        return cls(rest, {**kept, "use_cache": False} if "use_cache" in kept else kept)
 
     def __call__(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
         return first_tensor(block(x_BTD, *self.args, **self.kwargs))
@@ -230,11 +237,8 @@ class Chain:
         self.lengths = [len(each.returned) if isinstance(each.returned, tuple) else None for each in seen]
         _, calls = self.start([batch])
         if not seen or any(not _same(call, each.call) for (call,), each in zip(calls, seen, strict=True)):
-            raise RankwiseError(
-                "A model is compressed block by block from disk if its blocks, the layers of an `nn.ModuleList`, hand "
-                f"each other hidden states and nothing else, but those of {type(model).__name__} do not. Use "
-                '--offload none (offload="none") with a device on which it fits, such as cpu.'
-            )
+            rule = "its blocks, the layers of an `nn.ModuleList`, hand each other hidden states and nothing else"
+            raise RankwiseError(NOT_A_CHAIN.format(f"{rule}, but those of {type(model).__name__} do not"))
 
     def start(self, batches: Sequence[Any]) -> tuple[list[Tensor], list[list[Call]]]:
         """What the first block reads of each batch, and for each block and batch what else it is called with."""

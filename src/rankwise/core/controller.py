@@ -76,6 +76,8 @@ class Controller(FixedDtypeModule, ABC):
 
     steps: Tensor
     made_with: Tensor
+    starts_by_worth = False
+    """Whether gates start by what components are worth, and not open."""
     learns = True
     """Whether training steps are needed before an export makes sense."""
 
@@ -115,7 +117,7 @@ class Controller(FixedDtypeModule, ABC):
 
     def arguments(self) -> list[int]:
         """The arguments that a resumed run must repeat, as `ARGUMENTS` names them."""
-        settings = zlib.crc32(repr(getattr(self, "settings", None)).encode())
+        settings = zlib.crc32(repr((getattr(self, "settings", None), self.starts_by_worth)).encode())
         return [self.limit, self.anneal_steps, getattr(self, "seed", 0) % 2**62, settings]
 
     def note_arguments(self) -> None:

@@ -44,7 +44,8 @@ def drop_closed(controller: Controller, optimizers: Sequence[Any]) -> int:
     if others := [each for each in optimizers_of(weights) if all(each.state is not one.state for one in optimizers)]:
         raise RankwiseError(
             "`drop_closed()` needs all optimizers of the weights, whose state it narrows, but one that has taken steps "
-            f"was not passed ({type(others[0]).__name__}). Call `pruner.drop_closed(optimizer)`."
+            f"was not passed ({type(others[0]).__name__}). Call `pruner.drop_closed(optimizer)` with all of them, and "
+            "delete those that are done."
         )
     before = sum(weight.numel() for weight in weights)
     narrowed: list[Tensor] = []

@@ -93,7 +93,7 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     moments = moments or Moments()
     rows_O = _damped_rows(moments, damping)
     p_OR, q_RI, energy_R = _factors(anchored(weight_OI, moments, damping), rank, rows_O, moments.inputs_II, damping)
-    return Factors(p_OR.to(weight_OI.dtype), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
+    return Factors(p_OR.to(weight_OI.dtype).contiguous(), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
 
 
 def anchored(weight_OI: Tensor, moments: Moments, damping: float = 1e-2) -> Tensor:
@@ -125,7 +125,9 @@ def svd_of_pair(
     spread = q if moments.inputs_II is None or is_zero else _times_damped(q, moments.inputs_II, damping)
     rows_O = _damped_rows(moments, damping)
     first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), EXACT_DAMPING)
-    return Factors(first.to(p_OR.dtype), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_zero else energy_R)
+    return Factors(
+        first.to(p_OR.dtype).contiguous(), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_zero else energy_R
+    )
 
 
 def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None, damping: float = 1e-2) -> Tensor:

@@ -139,6 +139,11 @@ class ExpectedSize:
         return uncapped + (value - uncapped).detach()
 
 
+def _at_the_end(step: int, num_steps: int) -> float:
+    """A ramp that is over before the first step; a function of the module, so that the controller can be pickled."""
+    return 1.0
+
+
 class OpenCountBound(NamedTuple):
     """An upper bound on the number of open components of each gate at a later step."""
 
@@ -170,7 +175,7 @@ class LagrangianController(Controller):
         self.seed = seed
         self.distribution = settings.distribution
         self.size_of = ExpectedSize(account.curves, self.layout)
-        self.starts_by_worth, self.alpha_lr = False, settings.alpha_lr
+        self.alpha_lr = settings.alpha_lr
         self._slope = torch.empty(0)
         """dz / dalpha of the current masks."""
         self._bound: OpenCountBound | None = None
@@ -186,19 +191,21 @@ class LagrangianController(Controller):
     def is_frozen(self) -> bool:
         return self.settings.recipe == "committed" and self.step >= self.anneal_steps
 
-    def start_by_worth(self) -> None:
+    def start_by_worth(self, worths: Sequence[Tensor]) -> None:
         """Start at the final size, with the components open that are worth most.
 
         Ranks are between even ones and those of one-shot compression, which takes too much from matrices whose loss
         training repairs (docs/log/methods.md). alpha is `SHARPNESS` times the logarithm of a component's worth against
         that of the last one of its matrix, plus a number by which the expected size is the limit: so what is near the
         limit is undecided, and training decides it.
+
+        Args:
+            worths: for each matrix what each component is worth per parameter.
         """
-        self.starts_by_worth, self.schedule = True, lambda step, num_steps: 1.0
+        self.starts_by_worth, self.schedule = True, _at_the_end
         if self.settings.gate_lr is None:
             self.alpha_lr = WORTH_TRAVEL / self.anneal_steps
-        known = [gate.worth for gate in self.gates if gate.worth is not None]
-        worths = [worth.double().clamp(min=1e-9 * float(worth.max()) + 1e-300).log() for worth in known]
+        worths = [worth.double().clamp(min=1e-9 * float(worth.max()) + 1e-300).log() for worth in worths]
         counts = blended_allocation(worths, self.account.curves, self.limit - self.account.fixed)
         last = [(w[max(k - 1, 0)] + w[min(k, len(w) - 1)]) / 2 for w, k in zip(worths, counts, strict=True)]
         order = SHARPNESS * torch.cat([worth - cut for worth, cut in zip(worths, last, strict=True)])

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-ARGUMENTS = ("the budget in parameters", "anneal_steps", "seed", "the settings of the method")
+ARGUMENTS = ("the budget in parameters", "anneal_steps", "seed", "the settings of the method, or `loss`")
 """What a resumed run must repeat; a checkpoint holds their values, the last as a checksum."""
 MADE_WITH = "made_with"
 DENSE = "The state must be that of the model"

@@ -143,7 +143,7 @@ class UnchangedWeightsCheck:
                 f"No weight of a gated layer has changed in {self.STEPS} steps. Build the optimizer from "
                 "`pruner.weight_parameters()`: gated layers have parameters of other names. Call `optimizer.step()` "
                 "before `pruner.step()`; to train the gates alone, freeze the weights with `requires_grad_(False)`.",
-                stacklevel=5,
+                stacklevel=4,
             )
         self._left -= 1
 
@@ -156,7 +156,7 @@ def warn_of_modes(model: nn.Module) -> None:
         warnings.warn(
             f"Gates learn in training mode, but these layers are in evaluation mode: {listed(fixed)}. The budget alone "
             "moves their gates. Call `model.train()`, or leave these layers out of the plan.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.core.blocks import Chain
+from rankwise.core.blocks import NOT_A_CHAIN, Chain
 from rankwise.core.host_memory import release_mapped_pages
 from rankwise.errors import RankwiseError
 from rankwise.files import write_tensors
@@ -83,11 +83,8 @@ class Offload:
         outside = [tensor for _, tensor in tensors_of(model) if id(tensor) not in inside]
         size = sum(tensor.nbytes for tensor in outside)
         if not blocks or size > MOST_OUTSIDE * num_bytes(model):
-            raise RankwiseError(
-                "A model is compressed from disk block by block if an `nn.ModuleList` of blocks holds most of it, but "
-                f"{type(model).__name__} has {'none' if not blocks else f'{size / 2**20:,.0f} MiB outside of them'}. "
-                'Use --offload none (offload="none") with a device on which it fits, such as cpu.'
-            )
+            found = f"{type(model).__name__} has {f'{size / 2**20:,.0f} MiB outside of them' if blocks else 'none'}"
+            raise RankwiseError(NOT_A_CHAIN.format(f"an `nn.ModuleList` of blocks holds most of it, but {found}"))
         for tensor in outside:
             tensor.data = tensor.data.to(device)
         folder.mkdir(parents=True, exist_ok=True)

@@ -94,8 +94,6 @@ class Placer:
             numbers = ", ".join(f"{places.count(name)} on {name}" for name in dict.fromkeys(places))
             self._tell(f"Blocks by device: {numbers}.")
         elif (card := self._card(model)) is not None:
-            # of a command that was killed
-            shutil.rmtree(self.folder, ignore_errors=True)
             self.placed = Offload(self._converted(model), card, self.folder)
         else:
             model.to(device=find_device(self.device, model), dtype=self.dtype)
@@ -140,5 +138,6 @@ class Placer:
         """Take the model off the device, and remove files; blocks that were kept can still be read."""
         if self.placed is not None:
             self.placed.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
         self.placed = None
+        # those of a command that was killed too, which may be as large as a model
+        shutil.rmtree(self.folder, ignore_errors=True)

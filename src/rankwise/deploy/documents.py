@@ -6,6 +6,7 @@ that the model expects there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -99,7 +100,9 @@ def document_windows(
     length: int,
     span: int,
 ) -> list[list[int]]:
-    """As many windows as are wanted, at equal distances; of a long file only those places are read.
+    """As many windows as are wanted, at equal distances, none of which overlap; of a long file only places are read.
+
+    A place within a document that is longer than the distance gives the next window of this document.
 
     Args:
         special: tokens that the model expects around a document.
@@ -110,14 +113,22 @@ def document_windows(
     end = [] if special.after else getattr(encode, "end", [])
     between = [*special.after, *special.before]
 
-    def windows(first: int) -> Iterator[list[int]]:
-        return packed(_documents(path, first, encode, special.before, end), length, between)
+    with path.open("rb") as file:
 
-    if size >= wanted * span:
-        return [window for i in range(wanted) for window in islice(windows(i * size // wanted), 1)]
-    found = list(windows(0))
-    number = min(wanted, len(found))
-    return [found[i * len(found) // number] for i in range(number)]
+        def windows(first: int) -> Iterator[list[int]]:
+            return packed(_documents(path, file, first, encode, special.before, end), length, between)
+
+        if size < wanted * span:
+            found = list(windows(0))
+            number = min(wanted, len(found))
+            return [found[i * len(found) // number] for i in range(number)]
+        current: Iterator[list[int]] = iter(())
+        found = list[list[int]]()
+        for first in (i * size // wanted for i in range(wanted)):
+            # what was read already is not read again
+            current = windows(first) if first >= file.tell() else current
+            found += islice(current, 1)
+        return found
 
 
 def packed(documents: Iterable[list[int]], length: int, between: Sequence[int]) -> Iterator[list[int]]:
@@ -134,17 +145,21 @@ def packed(documents: Iterable[list[int]], length: int, between: Sequence[int]) 
 
 
 def _documents(
-    path: Path, first: int, encode: Callable[[str], list[int]], before: Sequence[int], end: Sequence[int]
+    path: Path,
+    file: BufferedReader,
+    first: int,
+    encode: Callable[[str], list[int]],
+    before: Sequence[int],
+    end: Sequence[int],
 ) -> Iterator[list[int]]:
-    """The tokens of each line, from the first one that begins at or behind byte `first`."""
-    with path.open("rb") as file:
-        # back by one: a line may begin right there
-        file.seek(max(0, first - 1))
-        if first:
-            file.readline()
-        for line in file:
-            if line.strip():
-                yield _tokens(path, file, line, encode, before, end)
+    """The tokens of each line that has any, from the first one that begins at or behind byte `first`."""
+    # back by one: a line may begin right there
+    file.seek(max(0, first - 1))
+    if first:
+        file.readline()
+    for line in file:
+        if line.strip() and (tokens := _tokens(path, file, line, encode, before, end)):
+            yield tokens
 
 
 def _tokens(
@@ -157,14 +172,19 @@ def _tokens(
 ) -> list[int]:
     document: Any = None
     try:
-        document = parse_json(line.decode())
+        # some editors begin a file with a byte order mark
+        found = parse_json(line.decode("utf-8-sig"))
+        if b"\\u" in line:
+            # bytes that are no text, as Python escapes them, are nothing that a tokenizer reads
+            json.dumps(found, ensure_ascii=False).encode()
+        document = found
     except UnicodeDecodeError as error:
         raise not_utf8(path, file.tell() - len(line), error) from None
     except ValueError:
         pass
     text, messages = (document.get(name) if isinstance(document, dict) else None for name in ("text", "messages"))
     if isinstance(text, str):
-        return [*encode(text), *end]
+        return [*encode(text), *end] if text.strip() else []
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f'Each line of {path} must be a JSON object with "text", or with "messages", a list of {{"role": ..., '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -31,8 +31,8 @@ class Factorizer:
     """Whether P Q approximates the matrix; otherwise the factors are random."""
     moments: Mapping[str, Moments] = field(default_factory=dict)
     """Calibration statistics by the name of a site, if there are any."""
-    is_weighed: bool = False
-    """Whether energies are in units of a loss, so that those of different sites can be compared."""
+    weighed: Collection[str] | None = None
+    """The sites whose energies are in units of a loss, and so can be compared; None without a loss."""
 
 
 def make_factorizer(
@@ -47,14 +47,16 @@ def make_factorizer(
         return Factorizer(lambda site, source, rank: random(dense_weight(source), rank, generator), keeps_weight=False)
     batches = None if calibration is None else list(calibration)
     moments = {} if batches is None else second_moments(model, plan, batches)
+    weights: dict[str, Moments] | None = None
     if batches is not None and loss is not None:
-        weights = loss_weights(model, plan, batches, loss)
-        moments = {name: weighed(found, weights.get(name)) for name, found in moments.items()}
+        found = loss_weights(model, plan, batches, loss)
+        weights = {name: each for name, each in found.items() if each.rows_O is not None}
+        moments = {name: weighed(each, weights.get(name)) for name, each in moments.items()}
     return Factorizer(
         lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)),
         keeps_weight=True,
         moments=moments,
-        is_weighed=loss is not None,
+        weighed=weights,
     )
 
 

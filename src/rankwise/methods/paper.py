@@ -77,6 +77,10 @@ class UniformController(FixedController):
         return uniform_allocation(self.account.curves, limit - self.account.fixed)
 
 
+NOTHING = 1e-100
+"""What components are worth of a matrix on which the loss does not depend, as a factor of their energy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlopL0(GatedComponents, LearnedGates):
     """Rank-1 components behind learned gates."""
@@ -95,16 +99,19 @@ class FlopL0(GatedComponents, LearnedGates):
     def make_matrix(
         self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
     ) -> GatedMatrix:
-        if self.start == "worth" and not factorizer.is_weighed:
+        if self.start == "worth" and factorizer.weighed is None:
             raise InvalidValueError(
                 '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass '
                 '`calibration`, `loss` and init="whitened".'
             )
-        if self.start == "open" or not factorizer.is_weighed:
+        if self.start == "open" or factorizer.weighed is None:
             return super().make_matrix(site, source, gate, curve, factorizer)
         assert isinstance(gate, HardConcreteGate)
         made = factorizer.make(site, source, gate.num_components)
         gate.worth = value_per_parameter(made.energy_R, curve).to(made.energy_R.device)
+        if site.name not in factorizer.weighed:
+            # its energy is in no unit of the loss, which does not depend on it: others come first
+            gate.worth *= NOTHING
         p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
         return FactorizedMatrix(p, q, gate, curve)
 
@@ -112,8 +119,9 @@ class FlopL0(GatedComponents, LearnedGates):
         self, matrices: Sequence[GatedMatrix], account: SizeAccount, limit: int, *, seed: int
     ) -> Controller:
         controller = LagrangianController(matrices, account, limit, self, seed=seed)
-        if any(gate.worth is not None for gate in controller.gates):
-            controller.start_by_worth()
+        worths = [gate.worth for gate in controller.gates if gate.worth is not None]
+        if worths:
+            controller.start_by_worth(worths)
         return controller
 
 

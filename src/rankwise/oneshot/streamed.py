@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rankwise.core.blocks import Call, Chain, output_gradients
+from rankwise.core.blocks import NOT_A_CHAIN, Call, Chain, output_gradients
 from rankwise.core.calibrate import OutputFisher, check_depends, has_room, loss_of, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.core.host_memory import release_freed_memory
@@ -29,11 +29,6 @@ from rankwise.errors import RankwiseError
 from rankwise.files import write_tensors
 from rankwise.measure import call_model, evaluating
 from rankwise.oneshot.data import CalibrationData, Progress
-
-NOT_A_CHAIN = (
-    'A model is compressed block by block from disk if {}. Use --offload none (offload="none") with a device on which '
-    "it fits, such as cpu."
-)
 
 OUTSIDE = 0.25
 """The share of the memory for matrices of a block that those of layers outside of blocks may take in a large model."""
