@@ -12,10 +12,11 @@ settings.register_profile("suite", deadline=None, max_examples=40, suppress_heal
 settings.load_profile("suite")
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports() -> None:
     """Keep what was imported out of garbage collections, and of the searches for optimizers that checks of loops make.
 
-    Each of them would look at a million objects of libraries.
+    Each of them would look at a million objects of libraries, and every module of tests may import more.
     """
     gc.collect()
     gc.freeze()
