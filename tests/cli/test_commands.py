@@ -240,7 +240,8 @@ def test_another_kind_of_run_in_the_same_folder_is_one_line(
 
 def test_the_end_of_a_sweep_says_one_number_where_all_models_have_it() -> None:
     row = {"name": "fac", "parameters": 22_002, "test": {"bits_per_character": 2.0}}
-    said = _spread_of({"runs": [{"rows": [row, {**row, "test": {"bits_per_character": 3.0}}]}]})
+    controls = [{**row, "name": name} for name in ("dense", "taught")]
+    said = _spread_of({"runs": [{"rows": [*controls, row, {**row, "test": {"bits_per_character": 3.0}}]}]})
     assert said.startswith("2 models have 22,002 parameters and 2.0000 to 3.0000 test ")
 
 

@@ -154,6 +154,12 @@ def test_a_dry_run_touches_nothing(
     assert "would write to runs" in capsys.readouterr().out
 
 
+def test_a_dry_run_refuses_what_the_sweep_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", "enwik8-sru-fac-80", "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "A sweep needs a base to share, but enwik8-sru-fac-80 has none. Choose another preset." in line
+
+
 def test_a_dry_run_shows_what_will_be_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["run", "demo", *words(place), "--budget.removed", "0.7", "--out", str(tmp_path / "out")]
     assert run([*command, "--dry-run", "--json"]) == 0

@@ -257,7 +257,7 @@ def test_devices_get_consecutive_blocks_in_fair_shares(sizes: list[int], number:
     loads = [sum(s for s, p in zip(sizes, places, strict=True) if p == i) for i in range(number)]
     loads[0] += outside
     fair = (outside + sum(sizes)) / number
-    assert max(loads) <= max(fair, outside) + max(sizes) * number
+    assert max(loads) <= max(fair, outside) + max(sizes)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import CONTROL, MEASURES, Table, row_table, spread, table
+from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -211,11 +211,13 @@ def sweep(options: Options) -> None:
     }
     grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
     folder, launcher = folder_of("sweep", options, experiment), _launcher(options)
+    from rankwise.lab.experiments.sweeps import check_grid, failure, sweep
+
+    check_grid(experiment, **grid)
     if options.dry_run:
         show_plan("sweep", options, folder, grid)
         return
     from rankwise.cli.progress import watching
-    from rankwise.lab.experiments.sweeps import failure, sweep
 
     with watching() as watcher:
         record = sweep(experiment, folder, watcher=watcher, trackers=options.trackers, launcher=launcher, **grid)
@@ -287,7 +289,7 @@ def _result(row: Mapping[str, Any], dense: Mapping[str, Any] | None = None) -> s
 
 def _spread_of(record: Mapping[str, Any]) -> str:
     """How many models a sweep made, and between which sizes and qualities they are."""
-    rows = [row for run in record["runs"] for row in run["rows"] if row["name"] != CONTROL]
+    rows = [row for run in record["runs"] for row in run["rows"] if row["name"] not in (CONTROL, TAUGHT)]
     split, measure = _measure(rows[0])
     sizes, values = [row["parameters"] for row in rows], [row[split][measure] for row in rows]
     dense = [found[split][measure] for run in record["runs"] if (found := _dense_row(run)) is not None]

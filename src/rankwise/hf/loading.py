@@ -268,26 +268,23 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     wanted = calibration.num_windows + calibration.num_kept_back
     length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
     first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
-    state = torch.get_rng_state()
-    try:
-        with evaluating(model):
-            torch.manual_seed(seed)
-            found = [
-                model.generate(
-                    torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
-                    attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
-                    max_new_tokens=length,
-                    min_new_tokens=length,
-                    do_sample=True,
-                    top_k=0,
-                    top_p=1.0,
-                    temperature=1.0,
-                    use_cache=True,
-                ).cpu()
-                for done in range(0, wanted, GENERATED)
-            ]
-    finally:
-        torch.set_rng_state(state)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), evaluating(model):
+        torch.manual_seed(seed)
+        found = [
+            model.generate(
+                torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
+                attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                use_cache=True,
+            ).cpu()
+            for done in range(0, wanted, GENERATED)
+        ]
     windows = torch.cat(found)
     # where nothing is to come first, the token that text was generated from goes
     made = kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)

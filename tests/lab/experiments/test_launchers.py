@@ -31,7 +31,7 @@ def toy(command: Sequence[str]) -> list[str]:
 
 
 class ToySlurm(Slurm):
-    pause = 0.05
+    pause, patience = 0.05, 0.25
 
     def start(self, command: Sequence[str], log: Path, worker: int, title: str) -> Job:
         return super().start(toy(command), log, worker, title)
@@ -42,6 +42,8 @@ class OnThisMachine(ToySlurm):
 
 
 class ToyRay(Ray):
+    patience = 0.5
+
     def start(self, command: Sequence[str], log: Path, worker: int, title: str) -> Job:
         return super().start(toy(command), log, worker, title)
 

@@ -114,7 +114,7 @@ class Scheduler:
 
     def came_to_its_end(self, cell: Cell) -> bool:
         """Whether a cell is finished; what another machine wrote may take a while to be seen here."""
-        until = time.monotonic() + (0 if self.launcher.here else 5 * self.launcher.pause)
+        until = time.monotonic() + (0 if self.launcher.here else self.launcher.patience)
         while not (finished := cell.is_finished(self.folder)) and time.monotonic() < until:
             time.sleep(self.launcher.pause / 4)
         return finished

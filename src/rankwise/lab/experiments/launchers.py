@@ -48,6 +48,8 @@ class Launcher(ABC):
     """Whether all of it runs on this machine."""
     pause: float = POLL_SECONDS
     """Seconds between two looks at its jobs."""
+    patience: float = 10.0
+    """Seconds after which a file that another machine wrote must be seen here."""
     at_a_time: int = 1
     """How many there may be now: one where models are timed."""
 
@@ -223,6 +225,10 @@ class Ray(Launcher):
 
     def open(self, folder: Path) -> None:
         ray = self.ray = installed("ray", "ray")
+        try:
+            needs = {f"num_{name}": float(self.options[name]) for name in ("cpus", "gpus") if name in self.options}
+        except ValueError:
+            raise InvalidValueError(f"`cpus` and `gpus` must be numbers, but are {self.options} instead.") from None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             ray.init(address=self.options.get("address", "auto"), **quiet)
@@ -232,13 +238,7 @@ class Ray(Launcher):
                     f"`address` must be that of a Ray cluster, but none answers at {self.options['address']}."
                 ) from None
             ray.init(include_dashboard=False, num_cpus=self.workers, **quiet)
-        gpus = min(1, ray.cluster_resources().get("GPU", 0))
-        try:
-            needs = {
-                f"num_{name}": float(self.options.get(name, usual)) for name, usual in (("cpus", 1), ("gpus", gpus))
-            }
-        except ValueError:
-            raise InvalidValueError(f"`cpus` and `gpus` must be numbers, but are {self.options} instead.") from None
+        needs = {"num_cpus": 1, "num_gpus": min(1, ray.cluster_resources().get("GPU", 0))} | needs
         # a cell that fails is tried again by us, who know whether it is finished
         self.run = ray.remote(max_retries=0, **needs)(run_command)
 

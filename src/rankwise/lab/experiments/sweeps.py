@@ -83,15 +83,7 @@ def sweep(
     """
     if launcher is not None:
         refuse_several("A sweep with a launcher, which starts processes itself,")
-    if experiment.base is None:
-        raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
-    for name, values in (("methods", methods), ("removed", removed), ("seeds", seeds)):
-        if not values or len(set(values)) < len(values):
-            raise RankwiseError(
-                f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
-            )
-    for seed in seeds:
-        check_seed(seed)
+    check_grid(experiment, methods=methods, removed=removed, seeds=seeds)
     path, watcher, grid = Path(folder), watcher or Watcher(), Grid(experiment, methods, removed)
     seeded = {seed: grid.of_seed(seed) for seed in seeds}
     claim(path, SWEEP)
@@ -108,6 +100,19 @@ def sweep(
         write_experiment(path, experiment)
         write_file(path / RECORD, record)
         return record
+
+
+def check_grid(experiment: Experiment, **grid: Sequence[Any]) -> None:
+    """Refuse what no sweep can be made of."""
+    if experiment.base is None:
+        raise RankwiseError(f"A sweep needs a base to share, but {experiment.name} has none. Choose another preset.")
+    for name, values in grid.items():
+        if not values or len(set(values)) < len(values):
+            raise RankwiseError(
+                f"`{name}` must hold at least one value, and none twice, but is {list(values)} instead."
+            )
+    for seed in grid["seeds"]:
+        check_seed(seed)
 
 
 def _launched(
