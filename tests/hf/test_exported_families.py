@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankwise.deploy.export import FORMATS
 from rankwise.deploy.inputs import example_inputs
@@ -43,3 +45,15 @@ def test_an_exported_family_gives_the_same(family: str, method: str, to: str, tm
         ports = pytest.importorskip("onnx").load(tmp_path / "out" / "model.onnx").graph.input
         words, mask = ([size.dim_param for size in port.type.tensor_type.shape.dim] for port in ports)
         assert words == mask and len(set(words)) == 2
+
+
+@pytest.mark.parametrize("width", [96, 128, 256])
+def test_attention_with_wide_heads_is_right_in_openvino(width: int, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, head_dim=width, num_hidden_layers=1, vocab_size=60, use_cache=False)
+    model = LlamaForCausalLM(config).eval()
+    made = FORMATS["openvino"].export(model, example_inputs(model, 2, 16), tmp_path / "out")
+    assert made.difference < 1e-4
+    assert ("SNIPPETS_MODE" in made.settings) == (width >= 128)

@@ -176,7 +176,7 @@ def export(options: Options) -> None:
             made = FORMATS[options.to].export(model, inputs, place, int8=options.int8, tell=tell)
             runners[name] = FORMATS[options.to].load(place)
             rows.append({"name": name, "parameters": count(model), "bytes": made.bytes})
-            rows[-1] |= {"difference": made.difference, "shapes": made.shapes}
+            rows[-1] |= {"difference": made.difference, "shapes": made.shapes, "settings": made.settings}
         calls = {name: lambda run=run: run(**inputs) for name, run in runners.items()}
         times = time_together(calls, repeats=REPEATS)
     for row in rows:
@@ -221,6 +221,9 @@ def _show_exported(options: Options, rows: list[dict[str, Any]], target: Path) -
         say(f"Give the dense model by --dense FOLDER to see whether this one is faster in {options.to}.")
     say(f"\nTimed on {options.batch} x {options.length} tokens. Inputs: {sizes} (n0, n1, ...: any size).")
     own = rows[-1]
+    if own["settings"]:
+        settings = ", ".join(f"{name}={value}" for name, value in own["settings"].items())
+        say(f"In a session of your own, compile it with {settings}.")
     speed = "" if dense is None else f", at {dense / own['milliseconds']:.2f} times the speed of dense"
     result = f"{target} holds the model in {own['bytes'] / 1e6:.2f} MB, {own['milliseconds']:.2f} ms a call{speed}."
     engine = "compile" if options.to == "pt2" else options.to

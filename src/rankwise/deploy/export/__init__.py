@@ -30,8 +30,12 @@ SLOW = ["SkipLayerNormFusion"]
 """Rewritings of the runtime to leave out: on CPUs its kernel for an addition and a layer norm is slower than both."""
 LARGE = 1.5e9
 """Bytes of weights that need a file of their own: one of ONNX holds two gigabytes at most."""
-PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-"""Without the hint OpenVINO computes in bfloat16 wherever the processor can."""
+PRECISE = {"INFERENCE_PRECISION_HINT": "f32"}
+"""Without it OpenVINO computes in bfloat16 wherever the processor can."""
+UNFUSED = {"SNIPPETS_MODE": "DISABLE"}
+"""Without it OpenVINO (2026.4, on an AMD EPYC) gives wrong outputs, or NaN, for attention with wide heads."""
+WIDE_HEAD = 128
+"""Of so many numbers; heads of 96 are right."""
 NAMES = "outputs.json"
 
 
@@ -148,11 +152,15 @@ class OpenVino(Format):
 
         return write
 
+    def settings(self, path: str | os.PathLike[str]) -> dict[str, str]:
+        return PRECISE | (UNFUSED if _has_wide_heads(imported("openvino").Core().read_model(self.found(path))) else {})
+
     def load(self, path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
         """An exported folder in OpenVINO on the CPU, in float32."""
         openvino = imported("openvino")
         file = self.found(path)
-        settings = {**PRECISE, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
+        speed = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
+        settings = {**self.settings(path), **speed}
         with one_line_errors(f"{file} must run in OpenVINO, but it says"):
             read = openvino.Core().read_model(file)
             compiled = openvino.compile_model(read, "CPU", settings)
@@ -164,6 +172,13 @@ class OpenVino(Format):
             return {name: torch.from_numpy(found[i].copy()) for i, name in enumerate(outputs)}
 
         return run
+
+
+def _has_wide_heads(model: Any) -> bool:
+    """Whether an OpenVINO model has attention with heads of `WIDE_HEAD` numbers or more."""
+    attention = (node for node in model.get_ops() if node.get_type_name() == "ScaledDotProductAttention")
+    widths = (node.input(0).get_partial_shape()[-1] for node in attention)
+    return any(width.is_dynamic or width.get_length() >= WIDE_HEAD for width in widths)
 
 
 class _UnfailingFile(io.RawIOBase):

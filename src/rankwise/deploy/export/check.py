@@ -44,6 +44,8 @@ class Exported:
     shapes: dict[str, list[int | str]]
     """The shapes of inputs: a letter where any size may be given, otherwise the size of the example."""
     outputs: list[str]
+    settings: dict[str, str]
+    """What a session of your own needs to give the same outputs."""
 
 
 class Format(ABC):
@@ -67,6 +69,10 @@ class Format(ABC):
     @abstractmethod
     def load(self, path: str | os.PathLike[str]) -> Runner:
         """An exported folder in the engine."""
+
+    def settings(self, path: str | os.PathLike[str]) -> dict[str, str]:
+        """With what the engine must load an exported folder."""
+        return {}
 
     def found(self, folder: str | os.PathLike[str]) -> Path:
         """The file of an exported model; refuses a folder that holds none."""
@@ -119,6 +125,7 @@ class Format(ABC):
                 int8=int8,
                 bytes=sum(file.stat().st_size for file in files),
                 outputs=captured.outputs,
+                settings=self.settings(unfinished),
                 **_compared(captured, self.load(unfinished), self.name),
             )
             if not made.difference <= allowed:
