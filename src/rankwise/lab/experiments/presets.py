@@ -65,7 +65,7 @@ def demo() -> StreamExperiment:
             num_words=100, embedding_width=64, width=512, num_layers=3, rank=96, layer_norm=True, dropout=0.0
         ),
         base=replace(phase, schedule="constant"),
-        # all rows start from the same factors, and gates by what components are worth (docs/log/methods.md)
+        # gates start by what components are worth; fac has the plain SVD, which suits it better (docs/log/methods.md)
         init="fisher",
         method=make_method("flop-l0", anneal_steps=30),
         budget=Budget(removed=0.8, of="prunable"),

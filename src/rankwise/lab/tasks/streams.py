@@ -34,6 +34,8 @@ from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices
 from rankwise.sizes import plan_for_method, size_account
 
+WEIGHED = ("dense", "flop-l0", "svd")
+"""Methods that keep `init="fisher"` when an experiment is given them; those that prune choose by it."""
 OUTPUT_LAYERS = {"output": "head", "head": "output"}
 """What one of our architectures calls its output layer, and what the other does."""
 NUM_CALIBRATION_WINDOWS, CALIBRATION_BATCH = 512, 16
@@ -143,8 +145,11 @@ class StreamExperiment(Experiment):
 
     def with_method(self, name: str, budget: Budget | None = None) -> Experiment:
         made = super().with_method(name, budget)
-        # the ramp of gates that start by what components are worth would be too short for others
-        if self.init == "fisher" and made.method is not self.method and hasattr(made.method, "anneal_steps"):
+        if self.init != "fisher" or name in WEIGHED or made.method is self.method:
+            return made
+        # the plain SVD is the better start for them, and the ramp of gates that start by worth too short
+        made = replace(made, init="svd")
+        if hasattr(made.method, "anneal_steps"):
             ramp = max(self.new_ramp(), made.method.anneal_steps)
             made = replace(made, method=replace(made.method, anneal_steps=ramp))  # type: ignore[call-arg]
         return made
