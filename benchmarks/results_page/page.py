@@ -19,7 +19,7 @@ KNOWN = (
     "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS, "enwik8-small-sru",
     "methods-enwik8-transformer", "methods-enwik8-transformer-long", "arena-smollm2", "arena-smollm2-levels",
     "arena-gemma",
-    "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress", "torture",
+    "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder", "gpu-training", "gpu-compress", "torture", "engines",
 )  # fmt: skip
 """Names of records that a section below reads."""
 HEAD = """# Results

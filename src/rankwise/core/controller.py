@@ -76,8 +76,7 @@ class Controller(FixedDtypeModule, ABC):
 
     steps: Tensor
     made_with: Tensor
-    starts_by_worth = False
-    """Whether gates start by what components are worth, and not open."""
+    starts_by_worth = False  # by what components are worth, and not open
     learns = True
     """Whether training steps are needed before an export makes sense."""
 
