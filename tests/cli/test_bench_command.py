@@ -203,3 +203,17 @@ def test_a_model_that_reads_two_texts_is_refused_in_one_line(
     assert "models that read one text, but" in said
     assert "holds a T5ForConditionalGeneration, which reads two. Time it by `rankwise export`." in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_configuration_of_which_no_fresh_model_can_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.hf.hf_families import build
+
+    build("bert").save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "initializer_range": -0.98}))
+    assert run(["bench", str(tmp_path / "model"), *QUICK]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("rankwise: ")
+    assert "that can be made anew, but transformers says: normal expects std >= 0.0, but found std -0.98" in line

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rankwise.deploy.inputs import positions_of
 from rankwise.deploy.load import dense_model, load, load_empty
 from rankwise.deploy.save import OF_RUN, STRUCTURE
-from rankwise.errors import CheckpointError, RankwiseError
+from rankwise.errors import CheckpointError, RankwiseError, first_line
 from rankwise.lab.data.vocabulary import Vocabulary
 from rankwise.lab.experiments.run_folder import (
     BASE,
@@ -211,5 +211,12 @@ def _dense_of(folder: Path, model: Any) -> nn.Module:
         return dense_model(folder)
     from rankwise.hf.format import skeleton_of
 
-    dense: nn.Module = type(model)(skeleton_of(model).config)
+    try:
+        dense: nn.Module = type(model)(skeleton_of(model).config)
+    # fresh weights depend on settings that loading never reads
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} must hold the configuration of a model that can be made anew, but transformers says: "
+            f"{first_line(error)} Correct config.json."
+        ) from error
     return dense
