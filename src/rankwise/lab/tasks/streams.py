@@ -147,7 +147,7 @@ class StreamExperiment(Experiment):
         made = super().with_method(name, budget)
         if self.init != "fisher" or name in WEIGHED or made.method is self.method:
             return made
-        # the plain SVD is the better start for them, and the ramp of gates that start by worth too short
+        # the plain SVD is the better start for fac, and the ramp of gates that start by worth too short
         made = replace(made, init="svd")
         if hasattr(made.method, "anneal_steps"):
             ramp = max(self.new_ramp(), made.method.anneal_steps)
