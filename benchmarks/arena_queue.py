@@ -80,56 +80,45 @@ def ours(model: str, removed: float, *, alone: bool = False, **settings: Any) ->
 
 
 def first_plan() -> list[Job]:
-    """SmolLM2 and Gemma at 20%: texts, smoothing, refinement."""
-    jobs = [Job(model=model, kind=kind) for model in BOS for kind in ("generate", "dense")]
-    mixes = ["train", BROAD, "train+generated", "generated", "train+prose", "train+sentences", "train+code"]
-    mixes += ["train+generated-0", "generated-0", f"{BROAD}+code", "train+train+train+prose+sentences+generated"]
-    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in mixes]
-    # it takes longest
-    jobs += [ours("smollm2", 0.2, calibrate=BROAD, refine=1000, calibration_windows=1024, refine_lr=2e-4)]
-    smooth = ["0.1,0.1,1", "0.1,0,0", "0,0.1,0", "0,0,1", "0.3,0.3,1", "0.5,0,0", "0,1,0"]
-    jobs += [ours("smollm2", 0.2, calibrate=BROAD, smoothing=how) for how in smooth]
-    jobs += [ours("smollm2", 0.2, smoothing=how) for how in ("0.1,0.1,1", "0.5,0,0", "0,1,0")]
-    jobs += [
-        ours("smollm2", 0.2, calibrate=BROAD, refine=250, calibration_windows=512),
-        ours("smollm2", 0.2, calibrate=BROAD, polish=300, calibration_windows=1024),
-        *(ours("gemma", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+generated")),
-        ours("smollm2", 0.2, calibrate=BROAD, refine=250, calibration_windows=512, refine_lr=3e-4),
-        *(ours("gemma", 0.2, calibrate=BROAD, smoothing=how) for how in ("0,0,1", "0.1,0.1,0.1", "0,0,0.1")),
-        ours("smollm2", 0.2, calibrate=BROAD, refine=250, calibration_windows=1024, polish=300),
-        ours("gemma", 0.2, calibrate=BROAD, refine=250),
-        ours("smollm2", 0.2, calibrate=BROAD, refine=250),
-        ours("gemma", 0.2, calibrate=BROAD, polish=200),
-        ours("smollm2", 0.2, refine=250, calibration_windows=512),
-        ours("smollm2", 0.2, refine=250, calibration_windows=1024, polish=300),
-    ]
-    return jobs
+    """SmolLM2 and Gemma at 20%: refinement, which takes longest, texts and smoothing."""
+    jobs = [Job(model="smollm2", kind=kind) for kind in ("generate", "dense")]
+    tried = (
+        {"refine": 500, "calibration_windows": 1024, "refine_lr": 2e-4},
+        {"refine": 500, "calibration_windows": 1024},
+        {"refine": 250, "calibration_windows": 512},
+    )
+    jobs += [ours("smollm2", 0.2, calibrate=BROAD, **how) for how in tried]
+    jobs += [Job(model="gemma", kind=kind) for kind in ("generate", "dense")]
+    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+prose", "train+generated")]
+    jobs += [ours("gemma", 0.2, calibrate=mix) for mix in (BROAD, "train")]
+    return jobs + [ours("smollm2", 0.2, calibrate=BROAD, smoothing=how) for how in ("0.1,0.1,1", "0,0,1", "0.3,0.3,1")]
 
 
 def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Job]:
-    """By what the first has shown: levels, peers, Gemma, healing, samples, aligned ranks, seconds."""
+    """By what the first has shown: sizes, healing, Gemma, peers on the same texts, samples, aligned ranks, seconds."""
     best = {model: chosen(rows, model, options) for model in BOS}
     refined = best_refinement(rows, options)
-    jobs = [Job(model=model, kind="dense") for model in BOS]
-    jobs += [Job(model="smollm2", kind="command", words=("--refine", "0", "--ranks", "global"))]
 
     def levels(model: str, **more: Any) -> list[Job]:
         return [ours(model, level, **{**best[model], **more}) for level in LEVELS[model]]
 
-    jobs += levels("smollm2", **refined) + levels("gemma")
-    names = ("zs-svd", "aa-svd", "svd-llm", "ours")
+    def beside(**more: Any) -> list[Job]:
+        given = {**more, "calibrate": best["smollm2"]["calibrate"]}
+        return [
+            Job(model="smollm2", cell=Cell(name=name, removed=level, **given))
+            for level in LEVELS["smollm2"]
+            for name in ("zs-svd", "aa-svd", "svd-llm")
+        ]
 
-    def beside(steps: int) -> list[Job]:
-        cells = [Cell(name=name, removed=level, refine=steps) for level in LEVELS["smollm2"] for name in names]
-        return [Job(model="smollm2", cell=cell) for cell in cells]
-
-    jobs += beside(0) + levels("smollm2", **refined, heal=300)
+    jobs = [Job(model=model, kind="dense") for model in BOS]
+    jobs += levels("smollm2", **refined, heal=300) + levels("gemma", heal=300)
+    jobs += [Job(model="smollm2", kind="command")] + beside(**refined)
     jobs += [job for seed in (1, 2) for job in levels("smollm2", **refined, seed=seed)]
-    jobs += levels("gemma", heal=300) + beside(250) + levels("gemma", refine=250)
+    jobs += levels("smollm2") + levels("gemma") + beside()
+    jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)] + levels("gemma", refine=250)
     jobs += [ours("smollm2", 0.2, name="ours-pairs", rank_multiple=number) for number in (None, 64, 32, 16, 8)]
     jobs += [ours("smollm2", 0.2, name="ours-gpu")]
-    jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)]
-    return [*jobs, Job(model="smollm2", kind="command", alone=True)]
+    return [*jobs, Job(model="smollm2", kind="command", words=("--refine", "0", "--ranks", "global"), alone=True)]
 
 
 def ratios(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -159,9 +148,10 @@ def chosen(rows: Sequence[dict[str, Any]], model: str, options: argparse.Namespa
 
 
 def best_refinement(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Rate and windows of 250 steps that are best on validation text."""
-    tried = [row for row in rows if row["model"] == "smollm2" and row.get("refine") == 250 and "polish" not in row]
+    """Steps, rate and windows that are best on validation text, of those tried on the broad texts."""
+    tried = [row for row in rows if row["model"] == "smollm2" and row.get("refine") and "polish" not in row]
     tried = [row for row in tried if row.get("calibrate") == BROAD and row.get("removed") == 0.2]
+    tried = [row for row in tried if row["name"] == "ours" and not row.get("seed") and not row.get("heal")]
     names = ("refine", "refine_lr", "calibration_windows")
     best = min(tried, key=lambda row: float(row["valid"]), default={"refine": 250, "calibration_windows": 512})
     found = {name: best[name] for name in names if name in best}
