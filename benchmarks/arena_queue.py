@@ -112,7 +112,7 @@ def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
 
     jobs = [Job(model=model, kind="dense") for model in BOS]
     jobs += levels("smollm2", **refined, heal=300) + levels("gemma", heal=300)
-    jobs += [Job(model="smollm2", kind="command")] + beside(**refined)
+    jobs += [Job(model="smollm2", kind="command"), *beside(**refined)]
     jobs += [job for seed in (1, 2) for job in levels("smollm2", **refined, seed=seed)]
     jobs += levels("smollm2") + levels("gemma") + beside()
     jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)] + levels("gemma", refine=250)
