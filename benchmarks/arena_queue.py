@@ -46,7 +46,7 @@ import rankwise as rw
 TEXTS = ("valid", "docstrings", "news", "test", "other")
 BOS = {"smollm2": None, "gemma": 2}
 LEVELS = {"smollm2": (0.2, 0.3, 0.4), "gemma": (0.1, 0.2, 0.3)}
-BROAD = "train+prose+sentences+generated"
+BROAD = "train+prose+sentences"
 MOST_GEMMA = 3
 """Processes with its large logits at a time."""
 
@@ -89,7 +89,7 @@ def first_plan() -> list[Job]:
     )
     jobs += [ours("smollm2", 0.2, calibrate=BROAD, **how) for how in tried]
     jobs += [Job(model="gemma", kind=kind) for kind in ("generate", "dense")]
-    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+prose", "train+generated")]
+    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+prose", f"{BROAD}+generated")]
     jobs += [ours("gemma", 0.2, calibrate=mix) for mix in (BROAD, "train")]
     return jobs + [ours("smollm2", 0.2, calibrate=BROAD, smoothing=how) for how in ("0.1,0.1,1", "0,0,1", "0.3,0.3,1")]
 
@@ -102,20 +102,18 @@ def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     def levels(model: str, **more: Any) -> list[Job]:
         return [ours(model, level, **{**best[model], **more}) for level in LEVELS[model]]
 
-    def beside(**more: Any) -> list[Job]:
+    def beside(*names: str, **more: Any) -> list[Job]:
         given = {**more, "calibrate": best["smollm2"]["calibrate"]}
-        return [
-            Job(model="smollm2", cell=Cell(name=name, removed=level, **given))
-            for level in LEVELS["smollm2"]
-            for name in ("zs-svd", "aa-svd", "svd-llm")
-        ]
+        cells = [Cell(name=name, removed=level, **given) for level in LEVELS["smollm2"] for name in names]
+        return [Job(model="smollm2", cell=cell) for cell in cells]
 
     jobs = [Job(model=model, kind="dense") for model in BOS]
-    jobs += levels("smollm2", **refined, heal=300) + levels("gemma", heal=300)
-    jobs += [Job(model="smollm2", kind="command"), *beside(**refined)]
-    jobs += [job for seed in (1, 2) for job in levels("smollm2", **refined, seed=seed)]
-    jobs += levels("smollm2") + levels("gemma") + beside()
-    jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)] + levels("gemma", refine=250)
+    jobs += levels("smollm2", **refined, heal=300) + levels("gemma") + beside("zs-svd", "aa-svd", **refined)
+    jobs += [ours("smollm2", 0.2, refine=500, calibration_windows=1024, refine_lr=2e-4)]
+    jobs += levels("smollm2") + levels("smollm2", **refined, seed=1) + [Job(model="smollm2", kind="command")]
+    jobs += [*levels("smollm2", **refined, seed=2), ours("gemma", 0.3, **best["gemma"], refine=250)]
+    jobs += beside("zs-svd", "aa-svd", "svd-llm") + beside("svd-llm", **refined) + levels("gemma", heal=300)
+    jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)]
     jobs += [ours("smollm2", 0.2, name="ours-pairs", rank_multiple=number) for number in (None, 64, 32, 16, 8)]
     jobs += [ours("smollm2", 0.2, name="ours-gpu")]
     return [*jobs, Job(model="smollm2", kind="command", words=("--refine", "0", "--ranks", "global"), alone=True)]

@@ -26,7 +26,7 @@ import rankwise as rw
 TINY = Decoder(width=32, inner=86, layers=2, words=64)
 
 
-def build(shape: Decoder) -> Any:
+def build(shape: Decoder, device: str) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=shape.width,
@@ -37,7 +37,9 @@ def build(shape: Decoder) -> Any:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    model = transformers.LlamaForCausalLM(config)
+    # drawn on the GPU, which takes a second and not a minute
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -56,7 +58,7 @@ def held(device: str) -> int:
 
 def measure(case: str, shape: Decoder, tokens: tuple[int, int], device: str) -> dict[str, int]:
     """Bytes that one GPU holds, by what for."""
-    model = build(shape).to(device)
+    model = build(shape, device)
     pruner = None
     if case != "dense":
         max_rank = shape.width // 2 if "half" in case else None
