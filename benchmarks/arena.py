@@ -214,7 +214,7 @@ def heal(small: Any, dense: Path, text: Path, steps: int, device: str) -> tuple[
     with TemporaryDirectory() as place:
         tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
         save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
-        kind: Any = "cuda" if device.startswith("cuda") else "cpu"
+        kind: Any = "auto" if device.startswith("cuda") else "cpu"
         done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", steps=steps, device=kind)
         healed: Any = load_model(f"{place}/healed")
     about = {"lr": done.lr, "steps": done.steps, "tokens": done.tokens, "seconds": round(done.seconds, 1)}

@@ -14,6 +14,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.core.distributed import DistributedGroup
+from rankwise.core.exports import BOUND, LARGE, choose_rows
 from rankwise.kernels.linear import linear
 from tests.methods.rows import METHODS, PRUNING
 from tests.models import Spec, batch
@@ -152,3 +153,12 @@ def test_a_batch_that_is_thrown_away_leaves_nothing_behind_and_waits_for_nothing
         ends.append(pruner.state_dict())
     for key, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][key], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_large_factors_are_chosen_on_the_gpu() -> None:
+    p = torch.randn(2048, 600, generator=torch.Generator().manual_seed(0)).cuda()
+    assert p.numel() >= LARGE
+    places, chosen, coefficients = choose_rows(p)
+    assert places.is_cuda and float(coefficients.abs().max()) <= BOUND
+    rows = torch.cat([p[chosen].double(), coefficients @ p[chosen].double()])
+    torch.testing.assert_close(rows[places.long()], p.double(), rtol=1e-4, atol=1e-5)

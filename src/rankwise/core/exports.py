@@ -30,6 +30,8 @@ from rankwise.modules import (
     linear,
 )
 
+LARGE = 2**20
+"""Factors with fewer entries are faster on the host, where rows are eliminated one after the other."""
 BOUND = 1.5
 """No coefficient is larger, so that rounding errors are not magnified."""
 ROUNDING = 0.02
@@ -148,7 +150,7 @@ class Pivots(NamedTuple):
 
 def choose_rows(p_OK: Tensor) -> Pivots:
     """Rows of P (O >= K) from which the others are combined with coefficients of at most `BOUND`."""
-    if p_OK.device.type != "cpu":
+    if p_OK.device.type != "cpu" and p_OK.numel() < LARGE:
         # elimination goes row by row, which is slow on a GPU
         return Pivots(*(tensor.to(p_OK.device) for tensor in choose_rows(p_OK.cpu())))
     num_rows, rank = p_OK.shape
@@ -157,8 +159,8 @@ def choose_rows(p_OK: Tensor) -> Pivots:
     basis = torch.linalg.qr(p_OK.detach().double()).Q
     # if weights have diverged, any rows do, and the coefficients are NaN
     is_finite = bool(torch.isfinite(basis).all())
-    chosen = _independent_rows(basis) if is_finite else torch.arange(rank)
-    is_other = torch.ones(num_rows, dtype=torch.bool).index_fill(0, chosen, False)
+    chosen = _independent_rows(basis) if is_finite else torch.arange(rank, device=basis.device)
+    is_other = torch.ones(num_rows, dtype=torch.bool, device=basis.device).index_fill(0, chosen, False)
     others = basis[is_other]
     coefficients = torch.linalg.solve(basis[chosen], others, left=False) if is_finite else others * torch.nan
     order = torch.cat([chosen, is_other.nonzero().flatten()])
@@ -178,7 +180,7 @@ def _independent_rows(basis_OK: Tensor) -> Tensor:
     for here, there in enumerate(swaps.tolist()):
         # LAPACK counts from one
         order[here], order[there - 1] = order[there - 1], order[here]
-    chosen = torch.tensor(order[:rank], dtype=torch.long)
+    chosen = torch.tensor(order[:rank], dtype=torch.long, device=basis_OK.device)
     weights = torch.linalg.solve(basis_OK[chosen], basis_OK, left=False)
     while 0 < rank < num_rows:
         row, column = divmod(int(weights.abs().argmax()), rank)

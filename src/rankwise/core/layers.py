@@ -170,10 +170,13 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
         exported = {p for matrix in controller.matrices for part in matrix.exported() for p in part.parameters()}
         memo = host_copies(model, exported, first=is_first)
     for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.kept_components(limit), strict=True)):
-        with gathered(matrix.exported(), to_host=is_first):
+        with gathered(matrix.exported()):
             made = _plain_layers(matrix, layers, kept, controller.export_values(i), memo)
         if not is_first:
             to_meta(made.values())
+        elif mesh is not None:
+            # what is computed was computed where the shards are
+            made = {layer: module.cpu() for layer, module in made.items()}
         plain |= made
     return copied(model, memo, plain)
 

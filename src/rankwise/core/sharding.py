@@ -158,7 +158,7 @@ class StartingWeights:
 
 
 @contextmanager
-def gathered(modules: Iterable[nn.Module], *, to_host: bool) -> Iterator[None]:
+def gathered(modules: Iterable[nn.Module], *, to_host: bool = False) -> Iterator[None]:
     """For as long as this lasts, each module holds its own parameters whole: on the device, or on the host."""
     before = [(module, dict(module._parameters)) for module in modules]
     try:
