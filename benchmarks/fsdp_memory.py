@@ -9,6 +9,7 @@ What a GPU holds after each part of a step goes to results.csv, beside what the 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from typing import Any
 
@@ -58,6 +59,9 @@ def held(device: str) -> int:
 
 def measure(case: str, shape: Decoder, tokens: tuple[int, int], device: str) -> dict[str, int]:
     """Bytes that one GPU holds, by what for."""
+    # models and optimizers are in cycles
+    gc.collect()
+    assert held(device) == 0, f"{held(device)} bytes are left of the case before"
     model = build(shape, device)
     pruner = None
     if case != "dense":

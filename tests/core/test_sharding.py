@@ -272,15 +272,22 @@ def test_four_ranks_give_what_one_gives(four: Any, key: str) -> None:
 
 
 def on_gpu(rank: int, count: int, folder: Path) -> dict[str, Any]:
-    """One rank that shards over one GPU: gates are made on the host, and `fully_shard` moves their buffers."""
+    """One rank: compact models of shards on the GPU, of shards on the host that the GPU computes with, and of neither.
+
+    Gates are made on the host, and `fully_shard` moves their buffers.
+    """
     warnings.simplefilter("ignore")
     mesh, seen = init_device_mesh("cuda", (1,)), {}
+    cases: dict[str, Any] = {"plain": None, "sharded": {}, "offloaded": {"offload_policy": CPUOffloadPolicy()}}
     for method in METHODS:
-        for case, policy in {"": {}, " offloaded": {"offload_policy": CPUOffloadPolicy()}}.items():
+        for case, policy in cases.items():
             pruner = prune(build("tied"), method)
             # masks are drawn on the host
             pruner.model.train()
-            shard(pruner.model, mesh, **policy)
+            if policy is None:
+                pruner.model.cuda()
+            else:
+                shard(pruner.model, mesh, **policy)
             optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1)
             for step in range(STEPS):
                 loss_of(pruner.model, tokens_of(step).cuda()).backward()
@@ -288,13 +295,17 @@ def on_gpu(rank: int, count: int, folder: Path) -> dict[str, Any]:
                 optimizer.zero_grad()
                 pruner.step()
             small = pruner.compact()
-            seen[method + case] = {name: each.clone() for name, each in small.state_dict().items()}
+            seen[f"{method} {case}"] = {name: each.clone() for name, each in small.state_dict().items()}
     return seen
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_what_one_process_gives(tmp_path: Path) -> None:
-    """The compact model is on the host."""
+def test_shards_on_a_gpu_give_what_the_whole_model_gives_there(tmp_path: Path) -> None:
+    """Noise differs between host and GPU, so both are on the GPU. The compact model of shards is on the host."""
     (seen,) = run_ranks(on_gpu, 1, tmp_path)
-    for case, small in seen.items():
-        torch.testing.assert_close(small, truth("tied", case.split()[0])["small"], rtol=1e-4, atol=1e-5)
+    for method in METHODS:
+        for case in ("sharded", "offloaded"):
+            small = seen[f"{method} {case}"]
+            assert all(each.device.type == "cpu" for each in small.values())
+            whole = {name: each.cpu() for name, each in seen[f"{method} plain"].items()}
+            torch.testing.assert_close(small, whole, rtol=1e-4, atol=1e-5)
