@@ -19,14 +19,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from gpu_decoder import SHAPE, TINY, build
-from harness import commit, hardware
+from harness import write_record
 from torch import nn
 
 import rankwise as rw
@@ -59,21 +57,8 @@ def main() -> None:
             model = build(shape, options.layers, device)
         row = measured(model, options, device, Path(folder))
     print(json.dumps(row, indent=1))
-    if options.record is not None:
-        settings = {key: value for key, value in vars(options).items() if key not in ("record", "folder")}
-        record = {
-            "name": "gpu-compress-offload" if options.offload else "gpu-compress",
-            "settings": settings,
-            "rows": [row],
-            "seed": 0,
-            "date": date.today().isoformat(),
-            "hardware": hardware(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "commit": commit(),
-        }
-        options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    name = "gpu-compress-offload" if options.offload else "gpu-compress"
+    write_record(options.record, name, vars(options), [row])
 
 
 def measured(model: nn.Module, options: argparse.Namespace, device: str, folder: Path) -> dict[str, Any]:

@@ -12,20 +12,18 @@ times mean nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import commit, hardware, interleaved
+from harness import interleaved, write_record
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -170,20 +168,8 @@ def main() -> None:
             }
         print(f"\n{table(rows, [case])}", flush=True)
     print(f"\n{table(rows, list(cases))}")
-    if options.record is not None:
-        record = {
-            "name": "gpu-decoder",
-            "settings": {key: value for key, value in vars(options).items() if key != "record"},
-            "rows": [{"name": name, **row} for name, row in rows.items()],
-            "seed": 0,
-            "date": date.today().isoformat(),
-            "hardware": hardware(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "commit": commit(),
-        }
-        options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    found = [{"name": name, **row} for name, row in rows.items()]
+    write_record(options.record, "gpu-decoder", vars(options), found)
 
 
 def prepare(models: dict[str, nn.Module], tokens: Tensor, how: str, device: str) -> dict[str, Callable[[], object]]:

@@ -12,20 +12,17 @@ is a dry run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from gpu_decoder import SHAPE, TINY, build, profile, spread
-from harness import commit, hardware
+from harness import write_record
 from torch import nn
 
 import rankwise as rw
@@ -81,6 +78,8 @@ class Training:
         speed = first["milliseconds"]["median"] / statistics.median(times)
         memory = peak / first["peak bytes"] if self.is_gpu else float("nan")
         print(f"{name}: {statistics.median(times):.1f} ms, {speed:.2f}x of dense; memory {memory:.2f}x", flush=True)
+        rows = [{"name": name, **row} for name, row in self.rows.items()]
+        write_record(self.options.record, "gpu-training", vars(self.options), rows)
 
 
 def prune(training: Training, make: Callable[[], nn.Module], removed: float, max_rank: int | None) -> None:
@@ -132,20 +131,6 @@ def main() -> None:
     for max_rank in options.max_rank or (0, shape["hidden_size"] // 2):
         for removed in options.removed:
             prune(training, make, removed, max_rank or None)
-    if options.record is not None:
-        record = {
-            "name": "gpu-training",
-            "settings": {key: value for key, value in vars(options).items() if key != "record"},
-            "rows": [{"name": name, **row} for name, row in training.rows.items()],
-            "seed": 0,
-            "date": date.today().isoformat(),
-            "hardware": hardware(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "commit": commit(),
-        }
-        options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import platform
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,6 +91,25 @@ def record(benchmark: str, case: str, values: list[float], unit: str, goal: str 
             writer.writeheader()
         writer.writerow(row)
     print(f"{benchmark:<12} {case:<44} {row['value']:>8} {unit:<6} [{row['p20']}, {row['p80']}]  {goal}", flush=True)
+
+
+def write_record(file: Path | None, name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write measured rows as JSON, with what they were measured on; nothing without a file."""
+    if file is None:
+        return
+    record = {
+        "name": name,
+        "settings": {key: value for key, value in settings.items() if not isinstance(value, Path)},
+        "rows": rows,
+        "seed": 0,
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "rankwise": rankwise.__version__,
+        "commit": commit(),
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def hardware() -> str:
