@@ -19,13 +19,12 @@ FIRST_SEED = ("dense", "control", "ours-35", "ours-60", "paper-35", "fac-35")
 """Rows of the fine-tuning that are compared by one seed, because some have no other."""
 
 
-def ten_minutes(single: Record, table: Record | None) -> Table:
-    """The run of the preset alone, of one seed; and those with a dense control, over seeds."""
+def within_minutes(name: str, single: Record | None, table: Record | None) -> Table:
+    """The run of a preset alone, of one seed; and those with a dense control, over seeds."""
     rows = []
-    for row in single["rows"]:
+    for row in single["rows"] if single else ():
         title = f"{'dense base' if row['method'] == 'dense' else row['name']}, one run"
         rows.append((title, *_figures([Cell(row, single["seed"], None)])))
-    name = "enwik8-sru-10min"
     found = {
         "dense base": [Cell(base, 0, None) for base in bases(table, name)],
         "dense control": cells(table, name, "dense"),

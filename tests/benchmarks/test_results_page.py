@@ -13,7 +13,7 @@ from results_page.claims import claims
 from results_page.figures import figures_of
 from results_page.page import page
 from results_page.records import read_results
-from results_page.sections import cluster_parameters, gpu_timing, ten_minutes
+from results_page.sections import cluster_parameters, gpu_timing, within_minutes
 
 from rankwise.errors import CheckpointError
 from rankwise.lab.report import paper
@@ -139,7 +139,7 @@ def test_figures_are_drawn_where_there_is_data() -> None:
 
 def test_seeds_of_the_ten_minutes_stand_apart_from_the_first_run() -> None:
     table = {"runs": [run("enwik8-sru-10min", s, row("flop-l0-80", 1.5 + s), row("dense", 1.0 + s)) for s in (0, 1, 2)]}
-    made = ten_minutes({"seed": 0, "rows": [row("flop-l0", 1.4)]}, table)
+    made = within_minutes("enwik8-sru-10min", {"seed": 0, "rows": [row("flop-l0", 1.4)]}, table)
     assert made.rows[0][4] == "1.4000"
     by_name = {cells[0]: cells[4:] for cells in made.rows}
     assert by_name["flop-l0"] == ("2.5000 ± 1.0000", "+30.6 ± 17.3%", "3")
