@@ -24,6 +24,8 @@ SHARE = 0.08
 """Moments may take this share of the model's memory at a time."""
 LEAST_BYTES = 2**24
 """Moments may always take this much memory."""
+LEAST_BYTES_DENSE = 2**30
+"""They may take this much while the model stays dense: larger groups are the same then, and save passes."""
 
 
 class CalibrationData:
@@ -113,13 +115,20 @@ class CalibrationData:
         before = [site for site in outside if any(use.name in early or use.is_embedding for use in site.uses)]
         return before, [site for site in outside if site not in before]
 
-    def moments(self, sites: Sequence[Site] | None = None) -> Iterator[tuple[Site, Moments | None]]:
-        """Every site once. The moments of later groups are of the model as the caller has changed it by then."""
+    def moments(
+        self, sites: Sequence[Site] | None = None, *, dense: bool = False
+    ) -> Iterator[tuple[Site, Moments | None]]:
+        """Every site once. The moments of later groups are of the model as the caller has changed it by then.
+
+        Args:
+            dense: whether the caller leaves the model as it is.
+        """
+        room = max(self.room, LEAST_BYTES_DENSE) if dense else self.room
         sites = self.plan.sites if sites is None else sites
         if self.batches is None:
             yield from ((site, None) for site in sites)
             return
-        groups = list(self._groups(sites))
+        groups = list(self._groups(sites, room))
         if len(groups) > 1:
             self.calls += [count_calls(self.model, self.plan, batch) for batch in self.batches[len(self.calls) :]]
         for group in groups:
@@ -146,7 +155,7 @@ class CalibrationData:
             for seen in self.calls
         ]
 
-    def _groups(self, sites: Sequence[Site]) -> Iterator[list[Site]]:
+    def _groups(self, sites: Sequence[Site], room: int) -> Iterator[list[Site]]:
         place = {name: i for i, name in enumerate(self.calls[0] if self.calls else ())}
 
         def last_place(site: Site) -> int:
@@ -155,7 +164,7 @@ class CalibrationData:
         order = sorted(sites, key=last_place)
         group: list[Site] = []
         for site in order:
-            if group and moment_bytes([*group, site], torch.float32) > self.room:
+            if group and moment_bytes([*group, site], torch.float32) > room:
                 yield group
                 group = []
             group.append(site)

@@ -61,7 +61,7 @@ def narrow_all(data: CalibrationData, account: SizeAccount, limit: int, *, even:
     curves = {site.name: curve for site, curve in zip(sites, account.curves, strict=True)}
     order: dict[str, Tensor] = {}
     scores: dict[str, Tensor] = {}
-    for done, (site, moments) in enumerate(data.moments(), 1):
+    for done, (site, moments) in enumerate(data.moments(dense=True), 1):
         weight_OI = source(model, site).weight_OI
         assert weight_OI is not None
         order[site.name], scores[site.name] = method.ranking(

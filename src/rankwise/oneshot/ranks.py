@@ -107,7 +107,7 @@ class Shrink:
 def _scores(data: CalibrationData, method: Svd, curves: Mapping[str, CostCurve]) -> dict[str, Tensor]:
     """What each component of each site is worth."""
     scores: dict[str, Tensor] = {}
-    for done, (site, moments) in enumerate(data.moments(), 1):
+    for done, (site, moments) in enumerate(data.moments(dense=True), 1):
         curve = curves[site.name]
         if data.weights and site.name not in data.weights:
             energy = torch.zeros(curve.num_components, dtype=torch.float64)
