@@ -215,8 +215,6 @@ class Controller(FixedDtypeModule, ABC):
         # FSDP2 moves buffers to a GPU, but knows nothing of masks
         is_moved = self.steps.device != self._device
         if is_moved or (is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped)):
-            if not is_moved:
-                self.zero_grad_detector.check_averages(self)
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return

@@ -7,7 +7,6 @@ last pass left in weights are still there. If they are gone, the gradients of z 
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -22,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer, gated_layers
 from rankwise.core.matrices import GatedMatrix
+from rankwise.core.optimizer_checks import running
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 from rankwise.swap import is_fully_sharded
@@ -111,26 +111,17 @@ class ZeroGradDetector:
         self._lasting: set[nn.Parameter] | None = None
         """Parameters whose gradient tensor stays from step to step, zeroed in place or never. None while unknown."""
         self._is_sharded = False
-        self._has_checked_averages = self._has_checked_clearing = False
+        self._has_checked_clearing = False
 
     def __reduce__(self) -> tuple[type[ZeroGradDetector], tuple[()]]:
         # a copy of the model has other tensors to watch
-        return ZeroGradDetector, ()
-
-    def check_averages(self, controller: Controller) -> None:
-        """Refuse an average of a gated model that averages buffers too: a step count or a mask has no mean.
-
-        Called where something overwrote the buffers; looks once for what it was.
-        """
-        if self._has_checked_averages:
-            return
-        self._has_checked_averages = True
-        averages = [each for each in gc.get_objects() if issubclass(type(each), swa_utils.AveragedModel)]
-        if any(each.use_buffers and any(part is controller for part in each.modules()) for each in averages):
+        average = running(swa_utils.AveragedModel.__init__)
+        if average is not None and average["use_buffers"]:
             raise RankwiseError(
                 "An average of a gated model must copy the state of its gates, but `AveragedModel(use_buffers=True)` "
-                "takes the mean of step counts and masks. Leave `use_buffers` out: buffers are copied then."
+                "takes the mean of step counts and masks. Pass `use_buffers=False`: buffers are copied then."
             )
+        return ZeroGradDetector, ()
 
     def register_hooks(self, controller: Controller) -> None:
         """Hook every z that has no hook yet, so that arriving gradients are seen."""
