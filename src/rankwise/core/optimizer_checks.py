@@ -67,9 +67,9 @@ class OptimizerCheck:
     def _check_weights(self, model: nn.Module, matrices: Sequence[GatedMatrix], trained: set[int]) -> None:
         """Raise if weights that were replaced are among the `trained`, and none of those in their place."""
         before, gated = _names(self._before), _names(self._gated)
-        replaced = (before | gated).keys() - {id(weight) for weight in model.parameters()}
+        present = {id(weight) for weight in model.parameters()}
         new = {id(weight) for weight in _trained(matrices)} - before.keys()
-        held = [(before | gated)[key] for key in before | gated if key in replaced & trained]
+        held = [name for key, name in (before | gated).items() if key in trained - present]
         if held and new and not new & trained:
             by = "`fully_shard`" if set(held) & set(gated.values()) else "the pruner"
             raise RankwiseError(
