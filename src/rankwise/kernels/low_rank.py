@@ -122,7 +122,13 @@ def _targets(parts: Sequence[Part], ranks: Sequence[int]) -> Tensor | None:
     return torch.cat(rows + components).to(torch.int32)
 
 
-@torch.library.custom_op("rankwise::low_rank_group", mutates_args=())
+# the schema is written out, because torch 2.6 does not infer it from `list[int]`
+@torch.library.custom_op(
+    "rankwise::low_rank_group",
+    mutates_args=(),
+    schema="(Tensor x_BI, Tensor q_RI, Tensor p, Tensor tiles, Tensor large_tiles, Tensor? targets, Tensor? bias_O, "
+    "int[] ranks, int[] rows, int num_outputs) -> Tensor",
+)
 def low_rank_group(
     x_BI: Tensor,
     q_RI: Tensor,
