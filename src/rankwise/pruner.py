@@ -126,6 +126,7 @@ class Pruner:
         self.target = find_target(target, model)
         self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)
+        self.method.check_loss(loss)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for

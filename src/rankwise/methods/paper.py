@@ -14,6 +14,7 @@ from torch import nn
 
 from rankwise.core.allocation import uniform_allocation, value_per_parameter
 from rankwise.core.budget import CostCurve, SizeAccount
+from rankwise.core.calibrate import Loss
 from rankwise.core.controller import Controller, FixedController
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate
 from rankwise.core.lagrangian import Lagrangian, LagrangianController
@@ -96,14 +97,16 @@ class FlopL0(GatedComponents, LearnedGates):
         if self.start not in (None, "open", "worth"):
             raise InvalidValueError(f'`start` must be "open" or "worth", but is {self.start!r} instead.')
 
-    def make_matrix(
-        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
-    ) -> GatedMatrix:
-        if self.start == "worth" and factorizer.weighed is None:
+    def check_loss(self, loss: Loss | None) -> None:
+        if self.start == "worth" and loss is None:
             raise InvalidValueError(
                 '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass '
                 '`calibration`, `loss` and init="whitened".'
             )
+
+    def make_matrix(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         if self.start == "open" or factorizer.weighed is None:
             return super().make_matrix(site, source, gate, curve, factorizer)
         assert isinstance(gate, HardConcreteGate)
