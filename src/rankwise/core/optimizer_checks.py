@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -106,7 +107,7 @@ def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def running(function: Callable[..., Any]) -> dict[str, Any] | None:
     """The variables of the innermost call of a Python function that has not returned yet; None if there is none."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals
