@@ -145,23 +145,20 @@ class UnchangedWeightsCheck:
     """So many that a warm-up from zero and skipped steps of a loss scaler are over."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] | None = None
-        self._left = self.STEPS
+        self._steps, self._sums = 0, torch.empty(0)
 
     def check(self, matrices: Sequence[GatedMatrix]) -> None:
         """Called in each step."""
-        if self._left < 0:
-            return
-        if self._sums is None:
+        if self._steps == 0:
             self._sums = _sums(_trained(matrices))
-        if self._left == 0 and self._sums and _are_equal(self._sums, _trained(matrices)):
+        if self._steps == self.STEPS and len(self._sums) and torch.equal(self._sums, _sums(_trained(matrices))):
             warnings.warn(
                 f"No weight of a gated layer has changed in {self.STEPS} steps. Build the optimizer from "
                 "`pruner.weight_parameters()`: gated layers have parameters of other names. Call `optimizer.step()` "
                 "before `pruner.step()`; to train the gates alone, freeze the weights with `requires_grad_(False)`.",
                 stacklevel=4,
             )
-        self._left -= 1
+        self._steps += 1
 
 
 def warn_of_modes(model: nn.Module) -> None:
@@ -206,15 +203,8 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(weight) in weights for weight in _weights_of(optimizer))
 
 
-def _sums(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def _sums(weights: Sequence[nn.Parameter]) -> Tensor:
     """The sum of each weight, or of this process's shard of it."""
     parts = (getattr(weight, "_local_tensor", weight).detach() for weight in weights)
-    return [part.sum(dtype=torch.float64) for part in parts]
-
-
-def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
-    now = _sums(weights)
     # NaN that stays NaN has not changed
-    return len(before) == len(now) and all(
-        torch.equal(a.to(b.device).nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True)
-    )
+    return torch.tensor([float(part.sum(dtype=torch.float64)) for part in parts], dtype=torch.float64).nan_to_num()

@@ -222,4 +222,4 @@ def check_weights(model: nn.Module, plan: Plan) -> None:
                 raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
         for (site, _), finite in zip(tensors, are_finite([tensor for _, tensor in tensors]), strict=True):
             if not finite:
-                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude them.")
+                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Repair or exclude them.")
