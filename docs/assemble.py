@@ -26,7 +26,6 @@ OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "code/contributing.md",
     "CHANGELOG.md": "code/changelog.md",
-    f"{SOURCE}/core/GUIDE.md": "code/core-guide.md",
     f"{SOURCE}/lab/GUIDE.md": "code/lab-guide.md",
     f"{SOURCE}/lab/kernels/sru/README.md": "code/sru.md",
     f"{SOURCE}/lab/kernels/relative_attention/README.md": "code/relative_attention.md",

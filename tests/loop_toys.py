@@ -38,5 +38,5 @@ def train(pruner: rw.Pruner, move: Callable[[], Any], steps: int) -> None:
         pruner.model.zero_grad()
 
 
-def adamw(parameters: Any, lr: float = 1e-2, **mode: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, **mode)
+def adamw(parameters: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr)

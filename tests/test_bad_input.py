@@ -167,6 +167,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         ValueError,
         "`loss` must be a function, \"sampled\" or None, but is 'mse' instead.",
     ),
+    "a start by worth without a loss": (
+        lambda: nn.LSTM(8, 8),
+        {"start": "worth"},
+        ValueError,
+        '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass',
+    ),
     "rank multiple of zero": (
         SPEC.build,
         {"rank_multiple": 0},

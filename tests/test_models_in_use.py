@@ -101,15 +101,9 @@ def test_an_average_of_the_latest_weights_computes_what_the_model_computes() -> 
 def test_an_average_of_step_counts_is_refused() -> None:
     model, x = two_layers(), torch.randn(5, 16)
     pruner = rw.Pruner(model, rw.Budget(removed=0.6), anneal_steps=6, gate_lr=5.0)
-    # also in a run that was resumed, whose own buffers were overwritten before
-    model.load_state_dict(model.state_dict())
     train(model, pruner, x, 2)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    for _ in range(2):
-        train(model, pruner, x, 2)
-        average.update_parameters(model)
     with pytest.raises(rw.RankwiseError, match="`AveragedModel\\(use_buffers=True\\)` takes the mean of step counts"):
-        average.eval()
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     copied = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     train(model, pruner, x, 2)
     copied.update_parameters(model)

@@ -116,28 +116,34 @@ def test_a_loss_scale_is_taken_out_again() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_forgotten_loss_scale_is_refused_at_the_first_step() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_forgotten_loss_scale_is_refused_at_the_first_step(is_fused: bool) -> None:
     spec = Spec()
-    model = spec.build()
-    pruner = rw.Pruner(model, rw.Budget(removed=0.4), anneal_steps=5)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu")
 
-    def backward() -> None:
-        loss = F.cross_entropy(model(batch(spec)).flatten(0, -2), batch(spec).flatten())
+    def make() -> tuple[rw.Pruner, torch.optim.Optimizer]:
+        pruner = rw.Pruner(spec.build(), rw.Budget(removed=0.4), anneal_steps=5)
+        optimizer = torch.optim.SGD(pruner.weight_parameters(), lr=0.1, fused=is_fused)
+        # which puts a function of its own around the optimizer's step
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return pruner, optimizer
+
+    def backward(pruner: rw.Pruner, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        loss = F.cross_entropy(pruner.model(batch(spec)).flatten(0, -2), batch(spec).flatten())
         scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         scaler.step(optimizer)
 
-    backward()
+    pruner, optimizer = make()
+    backward(pruner, scaler, optimizer)
     with pytest.raises(rw.RankwiseError, match="`grad_scale` must be given .* a GradScaler scales them by 65536"):
         pruner.step()
     assert pruner.steps == 0
-    pruner.step(grad_scale=scaler.get_scale())
-    del scaler
-    # one that is gone, or switched off, says nothing
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    other = rw.Pruner(model := spec.build(), rw.Budget(removed=0.4), anneal_steps=5)
-    backward()
+    # a scaler that calls another model's optimizer, or that is switched off, scales nothing here
+    other, others = make()
+    backward(other, torch.amp.GradScaler("cpu", enabled=False), others)
     other.step()
+    pruner.step(grad_scale=scaler.get_scale())
 
 
 def test_an_overflowed_gradient_does_not_poison_the_gates() -> None:

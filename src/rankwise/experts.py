@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.modules import linear
+from rankwise.modules import is_exporting, linear
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -123,8 +123,6 @@ class SplitExperts(nn.Module):
 def _is_recorded(x: Tensor) -> bool:
     """Whether calls are recorded for other inputs; a compiler instead leaves to Python what it cannot record."""
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    # TODO(torch>=2.7): `torch.compiler.is_exporting` is always there
-    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
     return is_captured or is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 

@@ -29,8 +29,9 @@ def select(x_BI: Tensor, index_K: Tensor) -> Tensor:
     return x_BI.flatten(0, -2).index_select(1, index_K).view(*x_BI.shape[:-1], len(index_K))
 
 
-def _is_exporting() -> bool:
-    """Whether the graph is made for any input; torch 2.6 says only whether one is made at all."""
+def is_exporting() -> bool:
+    """Whether a graph is made for any input; torch 2.6 says only whether one is made at all."""
+    # TODO(torch>=2.7): `torch.compiler.is_exporting` is always there
     return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
 
 
@@ -67,7 +68,7 @@ class PivotLinear(nn.Module):
     def forward(self, x_BK: Tensor) -> Tensor:
         # to put a matrix in order is less than to put the outputs in order where they are more; an exported graph takes
         # any number of them
-        if not _is_exporting() and x_BK.shape[:-1].numel() > self.in_features:
+        if not is_exporting() and x_BK.shape[:-1].numel() > self.in_features:
             return F.linear(x_BK, self.weight, self.bias)
         others = F.linear(x_BK, self.coefficients)
         y_BO = select(torch.cat([x_BK.to(others.dtype), others], -1), self.places)

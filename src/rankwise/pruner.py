@@ -127,6 +127,7 @@ class Pruner:
         self.target = find_target(target, model)
         self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)
+        self.method.check_loss(loss)
         check_init(init, self.method, calibration, loss)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
@@ -147,7 +148,7 @@ class Pruner:
         if plan is None and self.method.prunes and not self.method.prunes_widths:
             warn_about_plan(model, self.plan, account, budget, self.limit)
         account = self.method.fix_ranks(account, self.limit)
-        self._stale_optimizer = checks.StaleOptimizerCheck(model)
+        self._optimizer_check = checks.OptimizerCheck(model)
         self._unchanged_weights = checks.UnchangedWeightsCheck()
         self._batch = Batch(example)
         with splitting(model, [use.name for site in self.plan.sites for use in site.uses]):
@@ -157,7 +158,7 @@ class Pruner:
         self.controller: Controller = self.method.make_controller(matrices, account, self.limit, seed=seed)
         self._attach_controller(matrices, distributed)
         self._structure = GatedStructure(model, matrices)
-        self._stale_optimizer.note_gated(model)
+        self._optimizer_check.note_gated(model)
         self._starting_weights = StartingWeights(model)
         self._is_checked = False
         families.changed(model)
@@ -207,14 +208,12 @@ class Pruner:
     def step(self, grad_scale: float | None = None) -> None:
         """Move gates, multipliers and target size, and draw the next masks; call it after `optimizer.step()`.
 
-        With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`. Without one, the first step
-        refuses to go on where a `GradScaler` has scaled a loss.
+        With fp16 loss scaling pass the scale: `pruner.step(grad_scale=scaler.get_scale())`. Without one, a step is
+        refused where a `GradScaler` has called the optimizer.
         """
         checks.check_mode()
-        # again at steps 1, 2, 4, 8, ..., because scaling may begin later
-        is_due = not self._is_checked or self.steps & (self.steps - 1) == 0
-        if grad_scale is None and is_due and self.controller.uses_gradient:
-            checks.check_loss_scale()
+        takes_scale = grad_scale is None and self.controller.uses_gradient
+        self._optimizer_check.check(self.model, self.controller.matrices, takes_scale=takes_scale)
         self._check_loop()
         self.controller.advance(1.0 if grad_scale is None else grad_scale)
 
@@ -319,7 +318,6 @@ class Pruner:
 
     def _check_loop(self) -> None:
         """Raise or warn about a training loop that would make pruning useless."""
-        self._stale_optimizer.check(self.model, self.controller.matrices)
         self._unchanged_weights.check(self.controller.matrices)
         if self._is_checked:
             return

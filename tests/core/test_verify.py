@@ -43,6 +43,24 @@ def test_without_a_batch_or_with_one_that_no_layer_can_take_nothing_is_said() ->
     verify_layers(TakesApart(), Batch(torch.randn(4, 7)))
 
 
+class InFloat32(nn.Module):
+    """Gives single precision, whatever its layer computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).float()
+        return y
+
+
+def test_under_autocast_the_rounding_of_half_precision_is_no_difference() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        pruner = rw.Pruner(InFloat32(), rw.Budget(removed=0.5), anneal_steps=9, example=torch.randn(16, 32))
+    assert pruner.plan.sites
+
+
 class Counts(nn.Module):
     """Keeps what it computed, counts its calls and draws random numbers."""
 

@@ -119,7 +119,7 @@ def _check_blocks(model: nn.Module, sites: list[WidthSite], names: tuple[str, ..
             f"{len(sites)} for {layers} layers. Packed projections and experts have no one width: use another method."
         )
     if len({(site.shape, site.num_components, site.per_component) for site in sites}) > 1:
-        raise PlanError(f"All layers must have blocks of the same shape, but those of {family} differ. Use another.")
+        raise PlanError(f"All blocks must have the same shape, but those of {family} differ. Use another method.")
 
 
 def _feeder(block: str, name: str, layer: nn.Linear, num_components: int) -> Feeder:

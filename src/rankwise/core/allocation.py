@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import torch
@@ -24,8 +25,8 @@ MAX_SCORE = 1e150
 def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int) -> list[int]:
     """Components kept per matrix when the best-scored ones of all matrices are taken first.
 
-    A step is one component, or a multiple of them at their mean score, or the change from low rank to dense. If the
-    next best step does not fit, its matrix is closed, and cheaper steps of other matrices fill the rest.
+    A step is one component, or a multiple of them at their mean score, or the change from low rank to dense. A step
+    that does not fit closes its matrix, and cheaper steps of other matrices fill the rest.
     """
     groups = _groups(curves)
     steps = [_steps([scores[i] for i in group], _joint(curves, group)) for group in groups]
@@ -41,8 +42,12 @@ def global_allocation(scores: Sequence[Tensor], curves: Sequence[CostCurve], roo
         fits = int((cost[queue].cumsum(0) <= room).sum())
         taken += torch.bincount(matrix[queue[:fits]], minlength=len(steps))
         room -= int(cost[queue[:fits]].sum())
-        rest = queue[fits:]
-        queue = rest[matrix[rest] != matrix[rest[0]]] if len(rest) else rest
+        queue = queue[fits:]
+        # of each matrix the steps before the first that costs more than is left
+        place, too_large = torch.arange(len(queue)), cost[queue] > room
+        first = torch.full_like(taken, len(queue))
+        first.scatter_reduce_(0, matrix[queue[too_large]], place[too_large], "amin")
+        queue = queue[place < first[matrix[queue]]]
     kept = [int(counts[n - 1]) if n else 0 for n, (_, _, counts) in zip(taken.tolist(), steps, strict=True)]
     return _each(groups, kept)
 
@@ -162,17 +167,24 @@ def _uniform(curves: Sequence[CostCurve], room: int) -> list[int]:
         low, high = (middle, high) if spent(at(middle)) <= room else (low, middle)
     counts = at(low)
     room -= spent(counts)
-    while True:
-        steps = []
-        for i, (curve, k) in enumerate(zip(curves, counts, strict=True)):
-            after = curve.next_count(k)
-            if after > k and curve(after) - curve(k) <= room:
-                steps.append((min(k + curve.multiple, after) / curve.num_components, i, after))
-        if not steps:
-            return counts
-        _, i, after = min(steps)
-        room -= curves[i](after) - curves[i](counts[i])
-        counts[i] = after
+    steps: list[tuple[float, int, int]] = []
+
+    def offer(i: int) -> None:
+        curve, k = curves[i], counts[i]
+        if (after := curve.next_count(k)) > k:
+            heappush(steps, (min(k + curve.multiple, after) / curve.num_components, i, after))
+
+    for i in range(len(curves)):
+        offer(i)
+    while steps:
+        _, i, after = heappop(steps)
+        cost = curves[i](after) - curves[i](counts[i])
+        # what does not fit now never will
+        if cost <= room:
+            room -= cost
+            counts[i] = after
+            offer(i)
+    return counts
 
 
 def _at_most(curve: CostCurve, k: int) -> int:

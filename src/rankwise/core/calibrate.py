@@ -167,9 +167,11 @@ class OutputFisher:
         self.without_grad: set[str] = set()
 
     def _sums(self, site: Site, use: Use, like: Tensor) -> _Lookups | _Outputs:
-        if use.is_embedding:
-            return self.lookups.setdefault(site.name, _Lookups(site, like))
         # made once: a site may be called many times
+        if use.is_embedding:
+            if site.name not in self.lookups:
+                self.lookups[site.name] = _Lookups(site, like)
+            return self.lookups[site.name]
         if site.name not in self.outputs:
             whole = self.whole and not site.has_embedding
             self.outputs[site.name] = _Outputs(site, like, whole=whole, drawn=self.drawn)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,8 +38,7 @@ class FlatLayout:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self.total = sum(self.sizes)
-        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        *self.starts, self.total = accumulate(self.sizes, initial=0)
         # both are made when they are first needed, because unstructured pruning has very many components
         self.rows: Tensor | None = None
         """A row of indices per gate, padded with the index of a zero, so that sums have a fixed order on any device."""
@@ -215,8 +215,6 @@ class Controller(FixedDtypeModule, ABC):
         # FSDP2 moves buffers to a GPU, but knows nothing of masks
         is_moved = self.steps.device != self._device
         if is_moved or (is_overwritten and (evaluation or is_new or not self.distributed.is_wrapped)):
-            if not is_moved:
-                self.zero_grad_detector.check_averages(self)
             self.invalidate_masks()
         if self.has_masks(evaluation=evaluation):
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.controller import Controller
-from rankwise.core.optimizer_checks import optimizers_of
+from rankwise.core.optimizer_checks import other_optimizers
 from rankwise.core.sharding import mesh_of
 from rankwise.errors import InvalidTypeError, RankwiseError
 
@@ -40,8 +40,7 @@ def drop_closed(controller: Controller, optimizers: Sequence[Any]) -> int:
             "shapes of its weights. Save a checkpoint, make model and pruner again, load it, call `drop_closed()`, and "
             "wrap the model then."
         )
-    # a wrapper, as of Accelerate, has the state of the optimizer inside
-    if others := [each for each in optimizers_of(weights) if all(each.state is not one.state for one in optimizers)]:
+    if others := other_optimizers(weights, optimizers):
         raise RankwiseError(
             "`drop_closed()` needs all optimizers of the weights, whose state it narrows, but one that has taken steps "
             f"was not passed ({type(others[0]).__name__}). Call `pruner.drop_closed(optimizer)` with all of them, and "

@@ -15,6 +15,8 @@ WEIGHT_ROWS = 4096
 """The number of rows of W that are in double precision at a time."""
 MOMENT_ROWS = 256
 """The number of rows of C that are in double precision at a time."""
+DAMPING = 1e-2
+"""What is added to the diagonal of moments, as a share of its mean, so that no sample is fitted too closely."""
 EXACT_DAMPING = 1e-12
 """The damping of moments that are already damped, so that they have an inverse."""
 
@@ -76,7 +78,9 @@ def random(weight_OI: Tensor, rank: int, generator: torch.Generator) -> Factors:
     return Factors(p_OR, q_RI, torch.ones(rank, dtype=torch.float64))
 
 
-def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2) -> Factors:
+def svd(
+    weight_OI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = DAMPING
+) -> Factors:
     """The best factors of the given rank, with the singular values divided between P and Q.
 
     Without `moments` they minimise the squared error of W, with them the squared error of its outputs on calibration
@@ -96,7 +100,7 @@ def svd(weight_OI: Tensor, rank: int | None = None, moments: Moments | None = No
     return Factors(p_OR.to(weight_OI.dtype).contiguous(), q_RI.to(weight_OI.dtype).contiguous(), energy_R)
 
 
-def anchored(weight_OI: Tensor, moments: Moments, damping: float = 1e-2) -> Tensor:
+def anchored(weight_OI: Tensor, moments: Moments, damping: float = DAMPING) -> Tensor:
     """W E[x0 x^T] E[x x^T]^-1: of all matrices, the one that gives the dense model's outputs W x0 best from inputs x.
 
     It is W itself where `moments` say nothing of the dense model's inputs.
@@ -111,35 +115,33 @@ def anchored(weight_OI: Tensor, moments: Moments, damping: float = 1e-2) -> Tens
     return torch.cholesky_solve((weight.double() @ cross).t(), root).t().to(weight.dtype)
 
 
-def svd_of_pair(
-    p_OR: Tensor, q_RI: Tensor, rank: int | None = None, moments: Moments | None = None, damping: float = 1e-2
-) -> Factors:
+def svd_of_pair(p_OR: Tensor, q_RI: Tensor, rank: int | None = None, moments: Moments | None = None) -> Factors:
     """`svd` of W = P Q without multiplying it out.
 
     Since W x = P y with y = Q x, it is enough to factorize P with the moments Q C Q^T of y.
     """
     moments = moments or Moments()
     rank = min(*p_OR.shape, *q_RI.shape, *([] if rank is None else [rank]))
-    q = anchored(q_RI, moments, damping).double()
+    q = anchored(q_RI, moments).double()
     is_zero = moments.inputs_II is not None and _is_zero(moments.inputs_II)
-    spread = q if moments.inputs_II is None or is_zero else _times_damped(q, moments.inputs_II, damping)
-    rows_O = _damped_rows(moments, damping)
+    spread = q if moments.inputs_II is None or is_zero else _times_damped(q, moments.inputs_II, DAMPING)
+    rows_O = _damped_rows(moments, DAMPING)
     first, second, energy_R = _factors(p_OR.detach(), rank, rows_O, spread @ q.t(), EXACT_DAMPING)
     return Factors(
         first.to(p_OR.dtype).contiguous(), (second.double() @ q).to(q_RI.dtype), 0 * energy_R if is_zero else energy_R
     )
 
 
-def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None, damping: float = 1e-2) -> Tensor:
+def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None) -> Tensor:
     """The energies of `svd` alone, in a fraction of its time."""
     moments, weight = moments or Moments(), weight_OI.detach()
     if moments.inputs_II is not None and _is_zero(moments.inputs_II):
         return torch.zeros(rank, dtype=torch.float64, device=weight.device)
-    rows_O = _damped_rows(moments, damping)
+    rows_O = _damped_rows(moments, DAMPING)
     if weight.shape[0] < weight.shape[1]:
-        gram = _output_gram(weight, rows_O, moments.inputs_II, damping)[0]
+        gram = _output_gram(weight, rows_O, moments.inputs_II, DAMPING)[0]
     else:
-        gram = _input_gram(weight, rows_O, moments.inputs_II, damping)[0]
+        gram = _input_gram(weight, rows_O, moments.inputs_II, DAMPING)[0]
     energy: Tensor = torch.linalg.eigvalsh(gram)
     return energy.flip(0)[:rank].clamp(min=0)
 

@@ -160,7 +160,9 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
     A sharded model is gathered matrix by matrix: the first rank gets the new model in the memory of the host, and the
     other ranks get it on the meta device.
     """
-    layers = gated_layers(model)
+    uses: dict[GatedMatrix, list[GatedLayer]] = {matrix: [] for matrix in controller.matrices}
+    for layer in gated_layers(model):
+        uses[layer.matrix].append(layer)
     plain: dict[nn.Module, nn.Module] = {}
     memo: dict[int, object] = {}
     reshard(model)
@@ -171,7 +173,7 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
         memo = host_copies(model, exported, first=is_first)
     for i, (matrix, kept) in enumerate(zip(controller.matrices, controller.kept_components(limit), strict=True)):
         with gathered(matrix.exported()):
-            made = _plain_layers(matrix, layers, kept, controller.export_values(i), memo)
+            made = _plain_layers(matrix, uses[matrix], kept, controller.export_values(i), memo)
         if not is_first:
             to_meta(made.values())
         elif mesh is not None:
@@ -182,13 +184,12 @@ def compact(model: nn.Module, controller: Controller, limit: int) -> nn.Module:
 
 
 def _plain_layers(
-    matrix: GatedMatrix, layers: Sequence[GatedLayer], kept: Tensor, z: Tensor | None, memo: dict[int, object]
+    matrix: GatedMatrix, uses: Sequence[GatedLayer], kept: Tensor, z: Tensor | None, memo: dict[int, object]
 ) -> dict[nn.Module, nn.Module]:
     """What takes the place of each layer over `matrix` in a compact model."""
     device = next(matrix.parameters()).device
     kept, z = kept.to(device), None if z is None else z.to(device)
     export = matrix.export(kept, z)
-    uses = [layer for layer in layers if layer.matrix is matrix]
     plain: dict[nn.Module, nn.Module] = {}
     # an output layer is tied to its embedding, so that one is made first
     for layer in sorted(uses, key=lambda layer: not isinstance(layer, GatedEmbedding)):

@@ -1,7 +1,7 @@
 """What a checkpoint that is loaded into a gated model must be.
 
-`load_state_dict(strict=False)` says nothing of what it leaves out: the weights of a dense model, or the gates. Either
-would be a run that goes on with other weights or gates than were saved.
+`load_state_dict(strict=False)` does not report what it leaves out: the weights of a dense model, or the gates. In both
+cases training would continue with other weights or gates than were saved.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def check_arguments(state: dict[str, Any], prefix: str, arguments: Sequence[int]
     if differing:
         warnings.warn(
             f"The checkpoint was saved by a pruner that was made with other arguments: {', '.join(differing)}. A run "
-            "that goes on from it is another one. Make the pruner with the arguments of then.",
+            "that is resumed from it will not be the same run. Make the pruner with the arguments of the checkpoint.",
             stacklevel=2,
         )

@@ -7,7 +7,6 @@ last pass left in weights are still there. If they are gone, the gradients of z 
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -22,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from rankwise.core.budget import count
 from rankwise.core.layers import GatedLayer, gated_layers
 from rankwise.core.matrices import GatedMatrix
+from rankwise.core.optimizer_checks import running
 from rankwise.core.plan import listed
 from rankwise.errors import RankwiseError
 from rankwise.swap import is_fully_sharded
@@ -106,31 +106,22 @@ class ZeroGradDetector:
         """Autograd's number of the backward pass that was seen last."""
         self._is_first_pass = True
         """Whether that pass found no gradients in z: it is the first of its step."""
-        self._left: list[tuple[nn.Parameter, TensorWeakRef]] = []
-        """The gradients that the last backward pass left."""
+        self._left: dict[nn.Parameter, TensorWeakRef] = {}
+        """The gradients that the last backward pass left in some weights."""
         self._lasting: set[nn.Parameter] | None = None
         """Parameters whose gradient tensor stays from step to step, zeroed in place or never. None while unknown."""
         self._is_sharded = False
-        self._has_checked_averages = self._has_checked_clearing = False
+        self._has_checked_clearing = False
 
     def __reduce__(self) -> tuple[type[ZeroGradDetector], tuple[()]]:
         # a copy of the model has other tensors to watch
-        return ZeroGradDetector, ()
-
-    def check_averages(self, controller: Controller) -> None:
-        """Refuse an average of a gated model that averages buffers too: a step count or a mask has no mean.
-
-        Called where something overwrote the buffers; looks once for what it was.
-        """
-        if self._has_checked_averages:
-            return
-        self._has_checked_averages = True
-        averages = [each for each in gc.get_objects() if issubclass(type(each), swa_utils.AveragedModel)]
-        if any(each.use_buffers and any(part is controller for part in each.modules()) for each in averages):
+        average = running(swa_utils.AveragedModel.__init__)
+        if average is not None and average["use_buffers"]:
             raise RankwiseError(
                 "An average of a gated model must copy the state of its gates, but `AveragedModel(use_buffers=True)` "
-                "takes the mean of step counts and masks. Leave `use_buffers` out: buffers are copied then."
+                "takes the mean of step counts and masks. Pass `use_buffers=False`: buffers are copied then."
             )
+        return ZeroGradDetector, ()
 
     def register_hooks(self, controller: Controller) -> None:
         """Hook every z that has no hook yet, so that arriving gradients are seen."""
@@ -152,8 +143,8 @@ class ZeroGradDetector:
         if self._is_first_pass:
             self._check_cleared(controller, matrix)
             return
-        watched = [(weight, left) for weight, left in self._left if weight not in (self._lasting or ())]
-        is_gone = bool(watched) and all(weight.grad is None or weight.grad is not left() for weight, left in watched)
+        watched = self._left.keys() - (self._lasting or set())
+        is_gone = bool(watched) and watched.isdisjoint(self._stayed())
         # how the user's loop clears gradients is known after the first step
         if not is_gone and self._left and not self._is_sharded and (self._lasting is None or self._lasting):
             nonzero = _any_nonzero(controller.matrices, matrix)
@@ -171,13 +162,8 @@ class ZeroGradDetector:
         if self._has_checked_clearing or not self._left:
             return
         self._has_checked_clearing = True
-        stayed = all(weight.grad is not None and weight.grad is left() for weight, left in self._left)
-        if (
-            stayed
-            and not self._is_sharded
-            and len(controller.matrices) > 1
-            and _any_nonzero(controller.matrices, matrix)
-        ):
+        can_tell = not self._is_sharded and len(controller.matrices) > 1
+        if can_tell and self._left.keys() == self._stayed() and _any_nonzero(controller.matrices, matrix):
             warnings.warn(
                 "`pruner.step()` must be called where `optimizer.step()` is, but the gradients of the last one were "
                 "not cleared. If you accumulate gradients, call both after the last part of a batch, and then "
@@ -190,8 +176,7 @@ class ZeroGradDetector:
         if controller is None:
             return
         if self._is_first_pass and self._left:
-            stayed = {weight for weight, left in self._left if weight.grad is not None and weight.grad is left()}
-            self._lasting = (self._lasting or set()).difference(weight for weight, _ in self._left) | stayed
+            self._lasting = ((self._lasting or set()) - self._left.keys()) | self._stayed()
         watched: list[nn.Parameter] = []
         if self._lasting is None:
             self._is_sharded = any(map(is_fully_sharded, controller.modules_of_model()))
@@ -202,7 +187,11 @@ class ZeroGradDetector:
         if not watched:
             everywhere = (module._parameters.values() for module in controller.modules_of_model())
             watched = _with_gradient(weight for weights in everywhere for weight in weights)
-        self._left = [(weight, TensorWeakRef(weight.grad)) for weight in watched]  # type: ignore[arg-type]
+        self._left = {weight: TensorWeakRef(weight.grad) for weight in watched}  # type: ignore[arg-type]
+
+    def _stayed(self) -> set[nn.Parameter]:
+        """The weights whose gradients are still those that the last backward pass left."""
+        return {weight for weight, left in self._left.items() if weight.grad is not None and weight.grad is left()}
 
 
 def _hook(controller: Controller, matrix: GatedMatrix) -> Callable[[Tensor], None]:

@@ -77,8 +77,7 @@ class GatedMatrix(LoadedOnce, ABC):
 
     def check_gathered(self) -> None:
         """Raise if the matrix is used where its parameters are shards."""
-        first = next(iter(self._parameters.values()), None)
-        if first is not None and is_sharded(first):
+        if any(is_sharded(parameter) for parameter in self._parameters.values() if parameter is not None):
             rows, columns = self.shape
             raise RankwiseError(
                 f"A sharded matrix must be used within the forward pass of the module that `fully_shard` was applied "

@@ -8,13 +8,21 @@ trained.
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankwise.core.layers import GatedLayer
 from rankwise.core.matrices import GatedMatrix
@@ -23,80 +31,86 @@ from rankwise.core.sharding import are_finite
 from rankwise.errors import RankwiseError
 
 
-class StaleOptimizerCheck:
-    """Remembers the weights of a model before it is gated, and before it is sharded, without keeping them alive.
-
-    No counter tells whether a weight is trained: fused optimizers, kernels, CUDA graphs and copies into `.data` leave
-    `_version` as it is, and a learning rate of zero changes no value. So the check looks for who holds the weights.
-    """
+class OptimizerCheck:
+    """Checks the optimizers that take steps between those of a pruner: whose weights they hold, and who calls them."""
 
     def __init__(self, model: nn.Module) -> None:
+        _watch_optimizers()
+        self._since = next(_NUMBERS)
+        # weak references, so that weights that were replaced are freed
         self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
         self._gated: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         """The weights of the gated model, in whose place `fully_shard` puts others."""
-        self._sums: list[Tensor] | None = None
-        """The sums of the new weights at the first step."""
 
     def note_gated(self, model: nn.Module) -> None:
         """Remember the weights of the gated model too."""
         self._gated = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
 
-    def check(self, model: nn.Module, matrices: Sequence[GatedMatrix]) -> None:
-        """Raise at the second step if an optimizer holds old weights, none holds a new one, and none has changed.
+    def check(self, model: nn.Module, matrices: Sequence[GatedMatrix], *, takes_scale: bool) -> None:
+        """Raise if an optimizer trains weights that were replaced, or if gates would learn from a scaled loss.
 
-        Once that is known not to be so, or no old weight is alive, later steps check nothing.
+        Args:
+            takes_scale: whether the gates are about to take gradients without dividing them by a loss scale.
         """
-        if not self._before:
-            return
-        alive = [(name, weight) for name, ref in self._before if (weight := ref()) is not None]
-        gated = [(name, weight) for name, ref in self._gated if (weight := ref()) is not None]
-        present = {id(parameter) for parameter in model.parameters()}
-        old = {id(weight): name for name, weight in (*alive, *gated) if id(weight) not in present}
-        if not old:
+        steps = [(each, scaler) for each, (number, scaler) in _LAST_STEPS.items() if number > self._since]
+        if self._before and steps:
+            self._check_weights(model, matrices, {id(weight) for each, _ in steps for weight in _weights_of(each)})
+        for optimizer, ref in steps if takes_scale else ():
+            scaler = None if ref is None else ref()
+            if scaler is not None and (scale := scaler.get_scale()) != 1.0 and _trains(optimizer, model):
+                raise RankwiseError(
+                    "`grad_scale` must be given where losses are scaled, but is not, and a GradScaler scales them by "
+                    f"{scale:g}. Call `pruner.step(grad_scale=scale)` with `scale = scaler.get_scale()` from before "
+                    "`scaler.update()`."
+                )
+        self._since = next(_NUMBERS)
+
+    def _check_weights(self, model: nn.Module, matrices: Sequence[GatedMatrix], trained: set[int]) -> None:
+        """Raise if weights that were replaced are among the `trained`, and none of those in their place."""
+        before, gated = _names(self._before), _names(self._gated)
+        present = {id(weight) for weight in model.parameters()}
+        new = {id(weight) for weight in _trained(matrices)} - before.keys()
+        held = [name for key, name in (before | gated).items() if key in trained - present]
+        if held and new and not new & trained:
+            by = "`fully_shard`" if set(held) & set(gated.values()) else "the pruner"
+            raise RankwiseError(
+                f"The optimizer must hold the weights of the gated model, but holds {len(held)} that {by} replaced "
+                f"({listed(held)}) and none of those in their place. Build the optimizer after the Pruner, and after "
+                "`fully_shard` if you use it, from `pruner.weight_parameters()`. To train the gates alone, freeze the "
+                "weights with `requires_grad_(False)`."
+            )
+        if new & trained or not (new or held):
             self._before = []
-            return
-        known = {id(weight) for _, weight in alive}
-        weights = [parameter for matrix in matrices for parameter in matrix.parameters() if parameter.requires_grad]
-        new = [parameter for parameter in weights if id(parameter) not in known]
-        if not new or not _have_gradients(matrices):
-            return
-        if self._sums is None:
-            self._sums = _sums(new)
-            return
-        # an optimizer that is no longer referenced may still wait for the garbage collector
-        if not (_held(old, new) and gc.collect() >= 0 and (held := _held(old, new)) and _are_equal(self._sums, new)):
-            self._before, self._sums = [], None
-            return
-        by = "`fully_shard`" if set(held) & {name for name, _ in gated} else "the pruner"
-        raise RankwiseError(
-            f"The optimizer must hold the weights of the gated model, but holds {len(held)} that {by} replaced "
-            f"({listed(held)}); those in their place have not changed since the last `pruner.step()`. Build the "
-            "optimizer after the Pruner, and after `fully_shard` if you use it, from `pruner.weight_parameters()`. To "
-            "train the gates alone, freeze the weights with `requires_grad_(False)`."
-        )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[type[OptimizerCheck], tuple[nn.Module]]:
         # a copy gets an optimizer of its own, and weak references cannot be pickled
-        return {"_before": [], "_gated": [], "_sums": None}
+        return OptimizerCheck, (nn.Module(),)
 
 
-def check_loss_scale() -> None:
-    """Refuse to take gradients as they are where a `GradScaler` is in use: z is in no optimizer that it unscales."""
-    # one that is no longer referenced may still wait for the garbage collector
-    if _loss_scales() and gc.collect() >= 0 and (scales := _loss_scales()):
-        raise RankwiseError(
-            f"`grad_scale` must be given where losses are scaled, but is not, and a GradScaler scales them by "
-            f"{max(scales):g}. Call `pruner.step(grad_scale=scale)` with `scale = scaler.get_scale()` from before "
-            "`scaler.update()`; pass grad_scale=1.0 if the scaler belongs to another model."
-        )
+_NUMBERS = itertools.count()
+_LAST_STEPS: WeakKeyDictionary[Optimizer, tuple[int, weakref.ref[GradScaler] | None]] = WeakKeyDictionary()
+"""The number of each optimizer's last step, in the order of steps, and the `GradScaler` that took it."""
 
 
-def _loss_scales() -> list[float]:
-    """The scales of every `GradScaler` that has scaled a loss."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
-    # the scale is made when a loss is scaled for the first time
-    scales = [each.get_scale() for each in found if each.is_enabled() and each._scale is not None]
-    return [scale for scale in scales if scale != 1.0]
+@cache
+def _watch_optimizers() -> None:
+    """Note every step of an optimizer from now on: from when the first pruner is made."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    # what is compiled cannot look at its callers
+    if not torch.compiler.is_compiling():
+        caller = running(GradScaler.step)
+        _LAST_STEPS[optimizer] = next(_NUMBERS), None if caller is None else weakref.ref(caller["self"])
+
+
+def running(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The variables of the innermost call of a Python function that has not returned yet; None if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
 
 
 def check_mode(model: nn.Module | None = None) -> None:
@@ -111,12 +125,14 @@ def check_mode(model: nn.Module | None = None) -> None:
         )
 
 
-def optimizers_of(weights: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """The optimizers that have taken a step with some of these weights."""
+def other_optimizers(weights: Iterable[nn.Parameter], known: Sequence[Any]) -> list[Optimizer]:
+    """The optimizers that have taken steps with some of these weights, without those whose state `known` ones share."""
     wanted = {id(weight) for weight in weights}
 
-    def find() -> list[torch.optim.Optimizer]:
-        return [each for each in _optimizers() if any(id(weight) in wanted for weight in getattr(each, "state", ()))]
+    def find() -> list[Optimizer]:
+        # a wrapper, as of Accelerate, has the state of the optimizer inside
+        others = (each for each in _LAST_STEPS if all(each.state is not one.state for one in known))
+        return [each for each in others if any(id(weight) in wanted for weight in each.state)]
 
     # one that is no longer referenced may still wait for the garbage collector
     return find() if find() and gc.collect() >= 0 else []
@@ -129,23 +145,20 @@ class UnchangedWeightsCheck:
     """So many that a warm-up from zero and skipped steps of a loss scaler are over."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] | None = None
-        self._left = self.STEPS
+        self._steps, self._sums = 0, torch.empty(0)
 
     def check(self, matrices: Sequence[GatedMatrix]) -> None:
         """Called in each step."""
-        if self._left < 0:
-            return
-        if self._sums is None:
+        if self._steps == 0:
             self._sums = _sums(_trained(matrices))
-        if self._left == 0 and self._sums and _are_equal(self._sums, _trained(matrices)):
+        if self._steps == self.STEPS and len(self._sums) and torch.equal(self._sums, _sums(_trained(matrices))):
             warnings.warn(
                 f"No weight of a gated layer has changed in {self.STEPS} steps. Build the optimizer from "
                 "`pruner.weight_parameters()`: gated layers have parameters of other names. Call `optimizer.step()` "
                 "before `pruner.step()`; to train the gates alone, freeze the weights with `requires_grad_(False)`.",
                 stacklevel=4,
             )
-        self._left -= 1
+        self._steps += 1
 
 
 def warn_of_modes(model: nn.Module) -> None:
@@ -176,33 +189,22 @@ def warn_if_not_finite(model: nn.Module) -> None:
         )
 
 
-def _have_gradients(matrices: Sequence[GatedMatrix]) -> bool:
-    """Whether a backward pass has reached a matrix; `zero_grad()` may have cleared its weights, but not z."""
-    tensors = (tensor for matrix in matrices for tensor in (*matrix.parameters(), matrix.gate.z))
-    return any(tensor is not None and tensor.grad is not None for tensor in tensors)
+def _names(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> dict[int, str]:
+    """The names of the weights that are still alive, by id."""
+    return {id(weight): name for name, ref in weights if (weight := ref()) is not None}
 
 
-def _held(old: dict[int, str], new: Sequence[nn.Parameter]) -> list[str]:
-    """The names of old weights that optimizers hold; none if an optimizer holds a new weight."""
-    groups = [group for optimizer in _optimizers() for group in getattr(optimizer, "param_groups", ())]
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    return [] if any(id(parameter) in held for parameter in new) else [old[i] for i in old if i in held]
+def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
-def _optimizers() -> list[torch.optim.Optimizer]:
-    # `type(each)`, because `isinstance` may run an object's own code
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    weights = {id(weight) for weight in model.parameters()}
+    return any(id(weight) in weights for weight in _weights_of(optimizer))
 
 
-def _sums(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def _sums(weights: Sequence[nn.Parameter]) -> Tensor:
     """The sum of each weight, or of this process's shard of it."""
     parts = (getattr(weight, "_local_tensor", weight).detach() for weight in weights)
-    return [part.sum(dtype=torch.float64) for part in parts]
-
-
-def _are_equal(before: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
-    now = _sums(weights)
     # NaN that stays NaN has not changed
-    return len(before) == len(now) and all(
-        torch.equal(a.to(b.device).nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True)
-    )
+    return torch.tensor([float(part.sum(dtype=torch.float64)) for part in parts], dtype=torch.float64).nan_to_num()

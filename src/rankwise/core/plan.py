@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -105,14 +105,13 @@ class Source:
 
     def gathered(self) -> Source:
         """The whole parameters where these are sharded."""
-        if not any(map(is_sharded, self.tensors)):
-            return self
-        names = [name for name in ("weight_OI", "p_OR", "q_RI") if getattr(self, name) is not None]
-        whole = (full_tensor(tensor.detach()).contiguous() for tensor in self.tensors)
-        made: dict[str, Any] = {
-            name: nn.Parameter(tensor, self.requires_grad) for name, tensor in zip(names, whole, strict=True)
-        }
-        return replace(self, **made)
+
+        def whole(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or not is_sharded(tensor):
+                return tensor
+            return nn.Parameter(full_tensor(tensor.detach()).contiguous(), self.requires_grad)
+
+        return replace(self, weight_OI=whole(self.weight_OI), p_OR=whole(self.p_OR), q_RI=whole(self.q_RI))
 
 
 def source(model: nn.Module, site: Site) -> Source:
@@ -223,4 +222,4 @@ def check_weights(model: nn.Module, plan: Plan) -> None:
                 raise PlanError(f"{site}: weights must be floating point, but are {tensor.dtype}. Exclude this module.")
         for (site, _), finite in zip(tensors, are_finite([tensor for _, tensor in tensors]), strict=True):
             if not finite:
-                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Mend or exclude them.")
+                raise PlanError(f"{site}: weights must be finite, but hold NaN or infinity. Repair or exclude them.")

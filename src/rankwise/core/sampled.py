@@ -37,7 +37,7 @@ def _first_tensor(output: Any) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise RankwiseError(
-            "A model must return a tensor of numbers first to be compressed by its own answers, but returns "
+            "To be compressed by its own answers, a model must return a floating-point tensor first, but returns "
             f"{type(output).__name__}. Pass `loss`, a function of what it returns, or loss=None."
         )
     return output

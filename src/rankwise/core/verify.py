@@ -78,16 +78,21 @@ class Batch:
 
 def verify_layers(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose code does with its gated or low-rank layers what it would not do with stock layers."""
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        # a part of such a layer comes after it, and is tried with it
-        if isinstance(module, FORMS) and not any(not whole or name.startswith(f"{whole}.") for whole in layers):
-            layers[name] = module
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if batch.inputs is None or not layers or is_captured:
+    if batch.inputs is None or is_captured:
+        return
+    layers: dict[str, nn.Module] = {}
+    inside = None
+    for name, module in model.named_modules():
+        # the parts of such a layer come right after it, and are tried with it
+        if isinstance(module, FORMS) and (inside is None or not name.startswith(inside)):
+            layers[name] = module
+            inside = f"{name}." if name else ""
+    if not layers:
         return
     # Accelerate puts mixed precision into a forward of the module's own
-    is_mixed = torch.is_autocast_enabled() or any("forward" in vars(module) for module in model.modules())
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    is_mixed = any(map(torch.is_autocast_enabled, devices)) or any("forward" in vars(each) for each in model.modules())
     with _undisturbed(model), same_routes(model) as start:
         start()
         found = _outputs(model, *batch.inputs)

@@ -11,7 +11,7 @@ parts together, N = rows of second factors that are stored, which are fewer than
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,13 @@ def _targets(parts: Sequence[Part], ranks: Sequence[int]) -> Tensor | None:
     return torch.cat(rows + components).to(torch.int32)
 
 
-@torch.library.custom_op("rankwise::low_rank_group", mutates_args=())
+# the schema is written out, because torch 2.6 does not infer it from `list[int]`
+@torch.library.custom_op(
+    "rankwise::low_rank_group",
+    mutates_args=(),
+    schema="(Tensor x_BI, Tensor q_RI, Tensor p, Tensor tiles, Tensor large_tiles, Tensor? targets, Tensor? bias_O, "
+    "int[] ranks, int[] rows, int num_outputs) -> Tensor",
+)
 def low_rank_group(
     x_BI: Tensor,
     q_RI: Tensor,
@@ -151,19 +157,8 @@ def low_rank_group(
 
 
 @low_rank_group.register_fake
-def _(
-    x_BI: Tensor,
-    q_RI: Tensor,
-    p: Tensor,
-    tiles: Tensor,
-    large_tiles: Tensor,
-    targets: Tensor | None,
-    bias_O: Tensor | None,
-    ranks: list[int],
-    rows: list[int],
-    num_outputs: int,
-) -> Tensor:
-    return x_BI.new_empty(*x_BI.shape[:-1], num_outputs)
+def _(x_BI: Tensor, *others: Any) -> Tensor:
+    return x_BI.new_empty(*x_BI.shape[:-1], others[-1])
 
 
 def low_rank_group_reference(

@@ -87,6 +87,10 @@ class Method(ABC):
         """Raise if this method cannot keep to such a budget."""
         return None
 
+    def check_loss(self, loss: Loss | None) -> None:
+        """Raise if this method needs a loss by which components are weighed, and there is none."""
+        return None
+
     def skip_reason(self, site: Site) -> str | None:
         """Why this method cannot prune `site`, or None if it can."""
         return None

@@ -14,6 +14,7 @@ from torch import nn
 
 from rankwise.core.allocation import uniform_allocation, value_per_parameter
 from rankwise.core.budget import CostCurve, SizeAccount
+from rankwise.core.calibrate import Loss
 from rankwise.core.controller import Controller, FixedController
 from rankwise.core.factorize import dropping_errors
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate
@@ -101,14 +102,16 @@ class FlopL0(GatedComponents, LearnedGates):
     def can_start_by_worth(self) -> bool:
         return self.start != "open"
 
-    def make_matrix(
-        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
-    ) -> GatedMatrix:
-        if self.start == "worth" and factorizer.weighed is None:
+    def check_loss(self, loss: Loss | None) -> None:
+        if self.start == "worth" and loss is None:
             raise InvalidValueError(
                 '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass '
                 "`calibration` and `loss`."
             )
+
+    def make_matrix(
+        self, site: Site, source: Source, gate: Gate, curve: CostCurve, factorizer: Factorizer
+    ) -> GatedMatrix:
         if self.start == "open" or factorizer.weighed is None:
             return super().make_matrix(site, source, gate, curve, factorizer)
         assert isinstance(gate, HardConcreteGate)
