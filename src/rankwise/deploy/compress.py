@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.host_memory import return_large_blocks
-from rankwise.core.placement import answering, device_of, offload_of
+from rankwise.core.placement import answering, device_of, num_bytes, offload_of
 from rankwise.core.plan import Plan
 from rankwise.core.targets import Target, find_target
 from rankwise.deploy.compressed import (
@@ -29,7 +29,7 @@ from rankwise.deploy.compressed import (
     kept_by_shape,
     left_out_lines,
     milliseconds,
-    timed_in_turns,
+    times_in_turns,
 )
 from rankwise.deploy.devices import Offloading, Placer
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
@@ -244,8 +244,12 @@ class _Attempts:
         if best is not self.last:
             best = self.attempt(best.ranks)
         assert self.small is not None
-        if self.load.on_one_device:
-            best = timed_in_turns(best, self.load, self.small, self.work.length)
+        if dense := self.work.dense_times:
+            length, size = self.work.length, self.work.dense_bytes
+            in_turns = times_in_turns(self.load, self.small, length, size) if self.load.on_one_device else {}
+            apart = {} if in_turns else milliseconds(self.small, length)
+            speed = in_turns or {number: (dense[number], time) for number, time in apart.items()}
+            best = replace(best, speed=speed, in_turns=bool(in_turns))
         # its blocks are read from files
         self.load.close()
         return best, self.source.save(self.small, best, folder, overwrite)
@@ -307,6 +311,7 @@ class _Work:
         self.kept: dict[str, dict[str, Any]] = {}
         """What each attempt kept of every matrix."""
         self.dense_times = {} if self.on_disk else milliseconds(model, self.length)
+        self.dense_bytes = num_bytes(model)
         if self.on_disk:
             listener.say("Nothing is timed: the dense model is not on the device as a whole.")
 
@@ -324,7 +329,6 @@ class _Work:
         settings = {**self.settings, "ranks": ranks, "refinement": refinement, "refined": refined}
         compress(model, self.budget, in_place=True, **settings)
         self.kept[ranks] = kept_by_shape(self.settings["plan"].sites, model)
-        times = milliseconds(model, self.length) if self.dense_times else {}
         quality = None
         if self.kept_back is not None:
             with answering(model, self.kept_back.batches):
@@ -334,7 +338,6 @@ class _Work:
             ranks=ranks,
             refined=refinement.steps if refinement else 0,
             quality=quality,
-            speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
             device=str(self.device),
         )
 
