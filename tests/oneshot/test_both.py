@@ -14,7 +14,7 @@ import transformers as hf
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.modules import LowRankLinear
-from rankwise.oneshot.both import KEPT_BACK, SHARES, divergence
+from rankwise.oneshot.both import KEPT_BACK, SHARES, NeuronsThenRanks, divergence
 from tests.hf.test_widths import build, tokens
 
 # models this small lose layers as a whole
@@ -66,6 +66,24 @@ def test_the_share_that_is_found_is_the_best_of_those_tried() -> None:
     found = rw.compress(model, budget, BATCHES, method=BOTH)
     want = rw.compress(model, budget, BATCHES, method=BOTH, width_share=best)
     torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=0, atol=0)
+
+
+def test_what_decides_between_shares_is_in_no_batch_of_the_loss() -> None:
+    """Of the windows kept back, the beginnings are no loss batches either, however many are in one."""
+    model, limit = build(), limit_of(build(), 0.4)
+    # two for each batch of calibration; those of the last one are shorter
+    halves = [{"input_ids": tokens(seed)[:, :4]} for seed in range(8)] + [{"input_ids": tokens(4)[:, :3]}] * 2
+    lengths: set[int] = set()
+
+    def loss(output: Any) -> torch.Tensor:
+        lengths.add(output.logits.shape[1])
+        found: torch.Tensor = output.logits.square().mean()
+        return found
+
+    plan = rw.find_plan(model)
+    shared = {"loss": loss, "progress": None}
+    NeuronsThenRanks(rw.compress, plan, limit, shared, {}).best_share(model, BATCHES, halves)
+    assert lengths == {4}
 
 
 def test_a_share_that_no_width_reaches_is_passed_by() -> None:

@@ -179,10 +179,11 @@ def refine(
     settings: Refinement,
     progress: Callable[[int], None] = lambda step: None,
 ) -> tuple[float, float]:
-    """Train all parameters of a block so that it gives `targets`; `weights_DD` says what errors cost the loss.
+    """Train the parameters of a block so that it gives `targets`; `weights_DD` says what errors cost the loss.
 
     Returns the relative error before and after, on batches that it was not trained on. A block that became worse on
-    those is put back. The parameters are trained in float32, on a GPU with products in bfloat16.
+    those is put back. Parameters that require no gradient stay as they are, unless none requires one. The parameters
+    are trained in float32, on a GPU with products in bfloat16.
     """
     held_out = list(range(0, len(calls), HELD_OUT)) if len(calls) > 1 else [0]
     train = [i for i in range(len(calls)) if i not in held_out] or held_out
@@ -202,7 +203,8 @@ def refine(
     before = measured()
     if not settings.steps:
         return before, before
-    parameters = [p for p in block.parameters() if p.requires_grad]
+    is_frozen = not any(p.requires_grad for p in block.parameters())
+    parameters = [p.requires_grad_() for p in block.parameters() if p.requires_grad or is_frozen]
     old = [p.detach().clone() for p in parameters]
     dtypes = [p.dtype for p in parameters]
     for parameter in parameters:
@@ -223,6 +225,7 @@ def refine(
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         parameter.data = parameter.data.to(dtype)
         parameter.grad = None
+        parameter.requires_grad_(not is_frozen)
     after = measured()
     if not after < before:
         for parameter, tensor in zip(parameters, old, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -51,6 +52,9 @@ class Shrink:
         self.sites, self.done = data.plan.sites, 0
         self.curves = dict(zip((site.name for site in self.sites), account.curves, strict=True))
         scores = None if ranks == "even" else _scores(data, method, self.curves)
+        if scores is None and not data.weights:
+            # notes what no batch reaches
+            deque(data.moments(), maxlen=0)
         unseen = (self.curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
         self.counts, self.alone = _choose(self.curves, scores, limit - account.fixed, unseen, blend=ranks == "blend")
         _warn_about([site for site in self.sites if site.name in data.unreached], UNREACHED)
@@ -71,8 +75,6 @@ class Shrink:
             for number, name in enumerate(data.blocks):
 
                 def shrink(site: Site, moments: Moments) -> None:
-                    if moments.inputs_II is None:
-                        data.unreached.add(site.name)
                     self._one(site, data.weighed(site, moments))
                     data.forget(site)
 
