@@ -14,6 +14,7 @@ import transformers as hf
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.modules import LowRankLinear
+from rankwise.oneshot import Refinement
 from rankwise.oneshot.both import KEPT_BACK, SHARES, NeuronsThenRanks, divergence
 from tests.hf.test_widths import build, tokens
 
@@ -145,6 +146,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one batch": ({"calibration": BATCHES[:1]}, "but `calibration` has 1"),
     "a share above one": ({"width_share": 1.5}, r"in \[0, 1\], but is 1.5 instead"),
     "a share of nothing": ({"method": "svd", "width_share": 0.5}, 'goes with method="width\\+svd"'),
+    "steps for width": ({"method": "width", "refinement": Refinement(steps=2)}, r"so are `refinement` \(--refine\)"),
+    "an anchor for width": ({"method": "width", "anchor": True}, "settings of low rank, and so are .* `anchor`"),
     "a latency": ({"budget": rw.Budget(latency_ms=5.0)}, "must be a size for width"),
     "an unknown method": ({"method": "svd+width"}, 'one of "svd", "width", "width\\+svd", but is \'svd\\+width\''),
 }

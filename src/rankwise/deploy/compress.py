@@ -180,7 +180,7 @@ def compress_folder(
     with closing(Placer(source.load, device, offload, dtype, scratch, low_rank, listener.say)) as load:
         model = load()
         plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
-        only = layout is not None or bool(embeddings)
+        only = layout is not None or bool(embeddings) or bool(refine)
         how = oneshot_method(method, budget, layout or where.layout, low_rank_only=only)
         work = _Work(model, budget, plan, where, how, prepare, listener)
         work.settings["width_share"] = width_share

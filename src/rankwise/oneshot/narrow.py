@@ -45,7 +45,10 @@ def oneshot_method(
     found = kinds[method]
     found.check_budget(budget)
     if isinstance(found, Width) and low_rank_only:
-        raise RankwiseError('`layout` and `embeddings` are settings of low rank. Leave them out with method="width".')
+        raise RankwiseError(
+            "`layout` and `embeddings` are settings of low rank, and so are `refinement` (--refine) and `anchor`. "
+            'Leave them out with method="width".'
+        )
     return found
 
 
