@@ -30,6 +30,7 @@ from rankwise.deploy.compressed import (
     left_out_lines,
     milliseconds,
     times_in_turns,
+    versions,
 )
 from rankwise.deploy.devices import Offloading, Placer
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
@@ -187,6 +188,8 @@ def compress_folder(
         refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
         settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
         settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
+        texts = () if calibration is None else calibration.files
+        settings |= {"dtype": str(dtype), "versions": repr(versions(Path(source.name), *texts))}
         names = list(RANKS) if ranks == "auto" else [ranks]
         attempts = _Attempts(work, source, model, load)
         del model

@@ -83,6 +83,18 @@ def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
     return {"matrices": matrices, "ranks": ranks}
 
 
+def versions(*paths: Path) -> list[tuple[str, int, int]]:
+    """Sizes and times of files, and of the weights in folders, which tell them from later ones of the same names."""
+    files = [
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else sorted(path.rglob("*.safetensors")))
+        # unfinished work, such as the blocks themselves
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
 class RefinedFolder:
     """Keeps refined blocks beside the folder to be, until it is there."""
 
