@@ -14,7 +14,7 @@ import transformers as hf
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.modules import LowRankLinear
-from rankwise.oneshot import Refinement
+from rankwise.oneshot import RANKS, Refinement
 from rankwise.oneshot.both import KEPT_BACK, SHARES, NeuronsThenRanks, divergence
 from tests.hf.test_widths import build, tokens
 
@@ -139,6 +139,28 @@ def test_the_command_writes_a_folder_that_is_loaded(tmp_path: Path, capsys: pyte
     assert any(isinstance(module, LowRankLinear) for module in small.modules())
     generated = small.generate(tokens(), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert generated.shape[1] == tokens().shape[1] + 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_blended_widths_lie_between_the_two(family: str) -> None:
+    model, widths = build(family), {}
+    for ranks in RANKS:
+        found: Any = rw.compress(model, rw.Budget(removed=0.3), BATCHES, method="width", ranks=ranks)
+        assert rw.count(found) <= limit_of(model, 0.3)
+        widths[ranks] = found.config.intermediate_size, found.config.num_key_value_heads
+    for one, other, between in zip(widths["global"], widths["even"], widths["blend"], strict=True):
+        assert min(one, other) <= between <= max(one, other)
+
+
+@pytest.mark.parametrize("method", ["width", BOTH])
+def test_the_command_takes_any_ranks_with_any_method(
+    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("qwen3").save_pretrained(tmp_path / "dense")
+    words = ["compress", str(tmp_path / "dense"), "--removed", "0.2", "--method", method, "--ranks", "blend", "--json"]
+    more = ["--width-share", "0.5"] if method == BOTH else []
+    assert run([*words, *more, "--calibration", "none", "--device", "cpu", "--out", str(tmp_path / "small")]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == "blend"
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -104,7 +104,7 @@ def compress(
         example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global": the best components of the whole model; "even": the same share of every matrix's rank; or
-            "blend": between the two.
+            "blend": between the two. With "width" likewise for neurons and heads.
         anchor: with `calibration` and in a model of blocks, fit matrices to the outputs of the dense model, whose
             inputs differ from those that they read once layers before them are compressed. Better on the text of
             the calibration where very much is removed, worse on others (docs/log/one-shot.md).
@@ -143,7 +143,7 @@ def compress(
             shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
             shrink.all(anchor=anchor, refinement=refinement, refined=refined)
         else:
-            narrow_all(data, account, limit, even=ranks == "even")
+            narrow_all(data, account, limit, ranks)
         families.changed(model)
         data.verify(example)
     return model if budget.dtype is None else model.to(budget.dtype)
