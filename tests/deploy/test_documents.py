@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from rankwise.deploy.documents import SpecialTokens, TextEncoder, check_known, packed
+from rankwise.deploy.documents import SpecialTokens, TextEncoder, check_known, document_windows
 from rankwise.deploy.inputs import Calibration, text_windows
 from rankwise.errors import DataError
 
@@ -46,22 +46,50 @@ def windows(path: Path, length: int, number: int = 50, **given: Any) -> list[lis
     return [window.tolist() for window in found]
 
 
+def numbered(folder: Path, sizes: list[int], first: int = 0) -> Path:
+    """Documents of these sizes, whose words are numbered through the whole file."""
+    words = iter(range(first, first + sum(sizes)))
+    return lines(folder / "numbers.jsonl", *({"text": " ".join(str(next(words)) for _ in range(n))} for n in sizes))
+
+
+def places(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 15), st.integers(0, 2))
-def test_a_window_begins_with_a_document_or_goes_on_in_a_long_one(sizes: list[int], length: int, marks: int) -> None:
-    documents = [[100 * i + j for j in range(size)] for i, size in enumerate(sizes, 1)]
-    between = [-1] * marks
-    found = list(packed(documents, length, between))
+def test_a_window_begins_with_a_document_or_goes_on_in_a_long_one(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int, marks: int
+) -> None:
+    path = numbered(tmp_path_factory.getbasetemp(), sizes)
+    given: dict[str, Any] = {"wanted": 2_000, "length": length, "span": 1_000}
+    found = document_windows(path, places, SpecialTokens(before=(-1,) * marks), **given)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    size_of = [size for size in sizes for _ in range(size)]
     assert all(len(window) == length for window in found)
     for window in found:
-        first = window[0]
-        assert first == -1 or first % 100 == 0 or sizes[first // 100 - 1] > length
+        assert window[0] in starts or size_of[window[0]] > length
         for one, other in pairwise(window):
             # a document goes on, or ends where the next one or its marks begin
-            assert other == one + 1 or (other == -1 if marks else other % 100 == 0) or one == -1
+            assert other == one + 1 or (other == -1 if marks else other in starts) or one == -1
     tokens = [token for window in found for token in window if token != -1]
     assert tokens == sorted(set(tokens))
     # no more is left out than the ends of short documents and the last window
     assert len(found) >= sum(size // length for size in sizes if size > length)
+
+
+@given(st.lists(st.integers(2_000, 9_000), min_size=1, max_size=6), st.integers(1, 25))
+def test_long_documents_give_windows_by_their_length(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], number: int
+) -> None:
+    """Windows lie at equal distances in the whole text, also where places lie within a few long documents."""
+    # all of them as wide
+    path = numbered(tmp_path_factory.getbasetemp(), sizes, first=10_000)
+    found = document_windows(path, places, SpecialTokens(), wanted=number, length=10, span=50)
+    content = path.read_bytes()
+    assert len(found) == number
+    for i, window in enumerate(found):
+        # the brackets of JSON are no words
+        assert abs(content.index(str(window[0]).encode()) - i * len(content) // number) < 25
 
 
 def test_documents_end_as_the_model_knows_it(tmp_path: Path) -> None:
@@ -116,11 +144,9 @@ def test_windows_of_long_files_do_not_overlap(
 ) -> None:
     """Also where places lie in one long document: what is kept back must not be what calibrates."""
     assume(sum(sizes) >= length)
-    words = iter(range(sum(sizes)))
-    path = tmp_path_factory.getbasetemp() / "long.jsonl"
-    lines(path, *({"text": " ".join(str(next(words)) for _ in range(size))} for size in sizes))
+    path = numbered(tmp_path_factory.getbasetemp(), sizes)
     calibration = Calibration(file=path, num_windows=number, window=length)
-    found = text_windows(lambda text: [int(word) for word in text.split()], calibration, bytes_per_token=1)
+    found = text_windows(places, calibration, bytes_per_token=1)
     seen = torch.cat(found).tolist()
     assert len(seen) == len(set(seen)) and all(len(window) == length for window in found)
     if len(sizes) == 1:

@@ -309,6 +309,37 @@ def test_eight_bits_are_smaller_and_close(format: str, tmp_path: Path) -> None:
     assert whole.difference < 1e-5 < small.difference < 0.1
 
 
+@pytest.mark.parametrize("rank", [None, 16])
+def test_a_head_that_is_tied_is_multiplied_in_eight_bits(rank: int | None, tmp_path: Path) -> None:
+    """So are all products of the model: none is left in float."""
+    torch.manual_seed(0)
+    table: nn.Module = nn.Embedding(3_000, 64)
+    head: nn.Module = nn.Linear(64, 3_000, bias=False)
+    if rank is None:
+        head.weight = table.weight
+    else:
+        words, projection = nn.Embedding(3_000, rank), nn.Linear(rank, 64, bias=False)
+        table, head = joined(words, projection), LowRankHead(words, projection)
+    model, inputs = nn.Sequential(table, nn.Tanh(), head), {"input": torch.randint(0, 3_000, (3, 4))}
+    made = engine("onnx").export(model, inputs, tmp_path / "out", int8=True)
+    products = [node.op_type for node in pytest.importorskip("onnx").load(made.folder / "model.onnx").graph.node]
+    assert "MatMul" not in products
+    assert products.count("MatMulInteger") == (1 if rank is None else 3)
+
+
+def test_eight_bits_of_a_model_that_needs_two_files_leave_none_in_float(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.deploy.export.LARGE", 0)
+    inputs = {"input": torch.randn(8, 256)}
+    sizes = {}
+    for int8 in (False, True):
+        made = engine("onnx").export(nn.Linear(256, 2_000), inputs, tmp_path / str(int8), int8=int8)
+        assert {path.name for path in made.folder.iterdir()} == {"model.onnx", "model.onnx.data", "export.json"}
+        sizes[int8] = made.bytes
+    assert sizes[True] < 0.3 * sizes[False]
+
+
 class Pooled(nn.Module):
     """Words and positions, and two outputs: of every token, and of the first one."""
 

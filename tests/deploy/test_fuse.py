@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,29 @@ def test_dense_layers_that_read_the_same_input_are_one_product() -> None:
     assert isinstance(layer, FusedLayer) and (layer.in_features, layer.out_features) == (64, 32)
     torch.testing.assert_close(layer.weight + 0, was.weight + 0, rtol=1e-4, atol=1e-5)
     assert layer.bias is not None and torch.equal(layer.bias, was.bias)
+
+
+class InPlace(nn.Module):
+    """Two layers that read one tensor, which the output of the first is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        x += self.first(x)
+        y: Tensor = self.second(x) * self.third(x)
+        return y
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_layers_between_which_their_input_changes_are_not_fused(mode: Callable[[], Any]) -> None:
+    dense, x = InPlace(), torch.randn(3, 8)
+    with mode():
+        fused = fuse_layers(copy.deepcopy(dense), x)
+        torch.testing.assert_close(fused(x), dense(x))
+    assert outputs_of_groups(fused) == [[8, 8]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

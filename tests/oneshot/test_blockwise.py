@@ -228,6 +228,16 @@ def test_a_model_is_compressed_and_refined_to_the_exact_size() -> None:
     assert losses[80] < losses[0]
 
 
+def test_a_model_that_requires_no_gradients_is_refined_all_the_same() -> None:
+    settings: Any = {"refinement": Refinement(steps=5, learning_rate=1e-2), "target": "cpu"}
+    torch.manual_seed(0)
+    model = Stack()
+    want = rw.compress(model, rw.Budget(removed=0.4), texts(), **settings)
+    found = rw.compress(model.requires_grad_(False), rw.Budget(removed=0.4), texts(), **settings)
+    torch.testing.assert_close(found.state_dict(), want.state_dict())
+    assert not any(parameter.requires_grad for parameter in found.parameters())
+
+
 class Kept:
     """Refined blocks in memory; the work is stopped after some of them."""
 

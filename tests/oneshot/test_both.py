@@ -14,7 +14,8 @@ import transformers as hf
 import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.modules import LowRankLinear
-from rankwise.oneshot.both import KEPT_BACK, SHARES, divergence
+from rankwise.oneshot import RANKS, Refinement
+from rankwise.oneshot.both import KEPT_BACK, SHARES, NeuronsThenRanks, divergence
 from tests.hf.test_widths import build, tokens
 
 # models this small lose layers as a whole
@@ -66,6 +67,24 @@ def test_the_share_that_is_found_is_the_best_of_those_tried() -> None:
     found = rw.compress(model, budget, BATCHES, method=BOTH)
     want = rw.compress(model, budget, BATCHES, method=BOTH, width_share=best)
     torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=0, atol=0)
+
+
+def test_what_decides_between_shares_is_in_no_batch_of_the_loss() -> None:
+    """Of the windows kept back, the beginnings are no loss batches either, however many are in one."""
+    model, limit = build(), limit_of(build(), 0.4)
+    # two for each batch of calibration; those of the last one are shorter
+    halves = [{"input_ids": tokens(seed)[:, :4]} for seed in range(8)] + [{"input_ids": tokens(4)[:, :3]}] * 2
+    lengths: set[int] = set()
+
+    def loss(output: Any) -> torch.Tensor:
+        lengths.add(output.logits.shape[1])
+        found: torch.Tensor = output.logits.square().mean()
+        return found
+
+    plan = rw.find_plan(model)
+    shared = {"loss": loss, "progress": None}
+    NeuronsThenRanks(rw.compress, plan, limit, shared, {}).best_share(model, BATCHES, halves)
+    assert lengths == {4}
 
 
 def test_a_share_that_no_width_reaches_is_passed_by() -> None:
@@ -122,11 +141,35 @@ def test_the_command_writes_a_folder_that_is_loaded(tmp_path: Path, capsys: pyte
     assert generated.shape[1] == tokens().shape[1] + 4
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_blended_widths_lie_between_the_two(family: str) -> None:
+    model, widths = build(family), {}
+    for ranks in RANKS:
+        found: Any = rw.compress(model, rw.Budget(removed=0.3), BATCHES, method="width", ranks=ranks)
+        assert rw.count(found) <= limit_of(model, 0.3)
+        widths[ranks] = found.config.intermediate_size, found.config.num_key_value_heads
+    for one, other, between in zip(widths["global"], widths["even"], widths["blend"], strict=True):
+        assert min(one, other) <= between <= max(one, other)
+
+
+@pytest.mark.parametrize("method", ["width", BOTH])
+def test_the_command_takes_any_ranks_with_any_method(
+    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("qwen3").save_pretrained(tmp_path / "dense")
+    words = ["compress", str(tmp_path / "dense"), "--removed", "0.2", "--method", method, "--ranks", "blend", "--json"]
+    more = ["--width-share", "0.5"] if method == BOTH else []
+    assert run([*words, *more, "--calibration", "none", "--device", "cpu", "--out", str(tmp_path / "small")]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == "blend"
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no batch": ({"calibration": None}, "but `calibration` has 0. Pass at least two batches, or `width_share`"),
     "one batch": ({"calibration": BATCHES[:1]}, "but `calibration` has 1"),
     "a share above one": ({"width_share": 1.5}, r"in \[0, 1\], but is 1.5 instead"),
     "a share of nothing": ({"method": "svd", "width_share": 0.5}, 'goes with method="width\\+svd"'),
+    "steps for width": ({"method": "width", "refinement": Refinement(steps=2)}, r"so are `refinement` \(--refine\)"),
+    "an anchor for width": ({"method": "width", "anchor": True}, "settings of low rank, and so are .* `anchor`"),
     "a latency": ({"budget": rw.Budget(latency_ms=5.0)}, "must be a size for width"),
     "an unknown method": ({"method": "svd+width"}, 'one of "svd", "width", "width\\+svd", but is \'svd\\+width\''),
 }

@@ -23,7 +23,7 @@ from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
-from rankwise.oneshot import Smoothing, default_plan, sampled_loss
+from rankwise.oneshot import RANKS, Ranks, Smoothing, default_plan, sampled_loss
 from rankwise.oneshot import data as calibration
 from tests.models import Spec, batch, specs
 
@@ -423,16 +423,16 @@ def test_the_order_of_batches_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
             assert (small(x) - model(x)).norm() < 0.05 * model(x).norm()
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("weighed", [False, True])
-def test_what_no_batch_reaches_is_named(weighed: bool) -> None:
-    model, batches = Experts(3), [chosen(0), chosen(1)]
+def test_what_no_batch_reaches_is_named_and_left_alone(weighed: bool, ranks: Ranks) -> None:
+    model, batches, loss = Experts(3), [chosen(0), chosen(1)], cross_entropy if weighed else None
     with pytest.warns(UserWarning, match=r"should be reached by a batch .*, but these are not: experts.2\. .* exclude"):
-        small = rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy if weighed else None)
-    # with a loss it is left alone; without one it has its share, by its weights alone
-    assert rank(small.experts[2]) > 0
-    assert not weighed or torch.equal(small.experts[2].weight, model.experts[2].weight)
+        small = rw.compress(model, rw.Budget(removed=0.3), batches, loss=loss, ranks=ranks)
+    assert torch.equal(small.experts[2].weight, model.experts[2].weight)
     x = chosen(0)
-    assert (small(x) - model(x)).norm() < 0.05 * model(x).norm()
+    # even ranks lose more
+    assert ranks == "even" or (small(x) - model(x)).norm() < 0.05 * model(x).norm()
 
 
 def test_what_no_batch_of_the_loss_reaches_is_named() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.host_memory import return_large_blocks
-from rankwise.core.placement import answering, device_of, offload_of
+from rankwise.core.placement import answering, device_of, num_bytes, offload_of
 from rankwise.core.plan import Plan
 from rankwise.core.targets import Target, find_target
 from rankwise.deploy.compressed import (
@@ -29,7 +29,8 @@ from rankwise.deploy.compressed import (
     kept_by_shape,
     left_out_lines,
     milliseconds,
-    timed_in_turns,
+    times_in_turns,
+    versions,
 )
 from rankwise.deploy.devices import Offloading, Placer
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
@@ -180,90 +181,35 @@ def compress_folder(
     with closing(Placer(source.load, device, offload, dtype, scratch, low_rank, listener.say)) as load:
         model = load()
         plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
-        only = layout is not None or bool(embeddings)
+        only = layout is not None or bool(embeddings) or bool(refine)
         how = oneshot_method(method, budget, layout or where.layout, low_rank_only=only)
-        work = _Work(model, budget, plan, where, how, prepare, listener)
-        work.settings["width_share"] = width_share
-        refinement = Refinement(steps=work.default_steps(model) if refine is None else refine)
-        settings = {"model": source.name, "budget": repr(budget), "plan": repr(plan.sites), "target": where.name}
-        settings |= {"calibration": repr(calibration), "refinement": repr(refinement), "device": str(work.device)}
-        names = list(RANKS) if ranks == "auto" else [ranks]
-        attempts = _Attempts(work, source, model, load)
+        attempts = _Attempts(source, load, model, budget, plan, where, how, prepare, listener)
+        attempts.settings["width_share"] = width_share
         del model
-        best = attempts.with_ranks([name for name in names if method == "svd" or name != "blend"])
-        kept = RefinedFolder(folder, settings)
+        best = attempts.with_ranks(list(RANKS) if ranks == "auto" else [ranks])
+        refinement = Refinement(steps=attempts.default_steps if refine is None else refine)
+        texts = () if calibration is None else calibration.files
+        settings = {"model": source.name, "budget": budget, "plan": plan.sites, "target": where.name, "dtype": dtype}
+        settings |= {"calibration": calibration, "refinement": refinement, "device": attempts.device}
+        settings["versions"] = versions(Path(source.name), *texts)
+        kept = RefinedFolder(folder, {name: repr(value) for name, value in settings.items()})
         if refinement.steps:
             best = attempts.refined(best, refinement, kept)
-        best, notes = attempts.save(best, folder, overwrite)
+        best = attempts.save(best, folder, overwrite)
         kept.remove()
-        work.finish(folder, source.name, best, notes)
         return best
 
 
 TITLES = {"global": "Ranks by the loss", "even": "Even ranks", "blend": "Ranks between the two"}
 
 
-@dataclass
 class _Attempts:
     """Attempts at a model, of which one at a time is in memory; only the best is saved."""
 
-    work: _Work
-    source: Source
-    dense: nn.Module | None
-    """The dense model, until the first attempt."""
-    load: Placer
-    small: nn.Module | None = None
-    """The model of the last attempt."""
-
-    def with_ranks(self, names: Sequence[str]) -> Compressed:
-        """The best of these ways to share out ranks; others than the first are tried where much is lost."""
-        best: Compressed | None = None
-        for name in names:
-            if best is not None and (best.quality is None or not best.quality.is_bad):
-                break
-            made = self.attempt(name)
-            if len(names) > 1 and made.quality is not None:
-                self.work.listener.say(f"{TITLES[name]}: {made.quality}.")
-            best = made if best is None or made.is_better(best) else best
-        assert best is not None
-        return best
-
-    def refined(self, best: Compressed, refinement: Refinement, kept: RefinedFolder) -> Compressed:
-        """The same with refined blocks, unless that is no better on text kept back."""
-        made = self.attempt(best.ranks, refinement, kept)
-        if made.quality is None or made.is_better(best):
-            return made
-        assert best.quality is not None
-        self.work.listener.say(
-            f"Refined: {made.quality}, no better than {best.quality.small:.4g} before, so the blocks stay as they were."
-        )
-        return best
-
-    def save(self, best: Compressed, folder: Path, overwrite: bool) -> tuple[Compressed, list[str]]:
-        """Save the best attempt, which is made again if another one came after it."""
-        if best is not self.last:
-            best = self.attempt(best.ranks)
-        assert self.small is not None
-        if self.load.on_one_device:
-            best = timed_in_turns(best, self.load, self.small, self.work.length)
-        # its blocks are read from files
-        self.load.close()
-        return best, self.source.save(self.small, best, folder, overwrite)
-
-    def attempt(self, ranks: str, *refining: Any) -> Compressed:
-        """Compress the model once more."""
-        self.small = None
-        model, self.dense = self.load() if self.dense is None else self.dense, None
-        self.last = self.work.attempt(model, ranks, *refining)
-        self.small = model
-        return self.last
-
-
-class _Work:
-    """What both attempts at a model share: settings, sizes, and the figures of the dense model."""
-
     def __init__(
         self,
+        source: Source,
+        load: Placer,
         model: nn.Module,
         budget: Budget,
         plan: Plan,
@@ -272,18 +218,22 @@ class _Work:
         prepare: Callable[[nn.Module], Data] | None,
         listener: Listener,
     ) -> None:
+        self.source, self.load, self.listener = source, load, listener
+        self.dense: nn.Module | None = model
+        """The dense model, until the first attempt."""
+        self.small: nn.Module | None = None
+        """The model of the last attempt."""
         if isinstance(method, Width):
             plan = plan_for_method(model, plan, method)
-        self.on_disk = offload_of(model) is not None
+        on_disk = offload_of(model) is not None
         if budget.latency_ms is not None:
-            if self.on_disk:
+            if on_disk:
                 raise RankwiseError(
                     "A latency is measured, but the model does not fit on the device and is read from disk. Give its "
                     "size instead, such as --removed 0.3."
                 )
             budget, plan = size_for(model, budget, plan, example_text(model, TIMED_TOKENS), None)
-        self.budget, self.listener = budget, listener
-        self.account = size_account(model, plan, method, target, trained=True)
+        self.budget, self.account = budget, size_account(model, plan, method, target, trained=True)
         budget.resolve(self.account)
         # a model may generate its own text, which takes time
         data = None if prepare is None else prepare(model)
@@ -296,7 +246,7 @@ class _Work:
             "target": target,
             "progress": listener.progress,
         }
-        self.device, self.calibrated = device_of(model), data is not None
+        self.device, self.default_steps = device_of(model), 0
         self.length, self.kept_back = TIMED_TOKENS, None
         if data is not None:
             self.settings |= {"calibration": data.batches, "loss_batches": data.loss_batches, "loss": data.loss}
@@ -304,54 +254,89 @@ class _Work:
             if data.kept_back:
                 with answering(model, data.kept_back):
                     self.kept_back = KeptBack(model, data.kept_back, is_decoder=data.is_decoder, texts=data.texts)
+            takes_minutes = method.name == "svd" and (self.device.type == "cuda" or self.account.dense <= SMALL)
+            if takes_minutes and (on_disk or find_blocks(model, data.batches[0])):
+                self.default_steps = REFINED_STEPS
         self.kept: dict[str, dict[str, Any]] = {}
         """What each attempt kept of every matrix."""
-        self.dense_times = {} if self.on_disk else milliseconds(model, self.length)
-        if self.on_disk:
+        self.dense_times = {} if on_disk else milliseconds(model, self.length)
+        self.dense_bytes = num_bytes(model)
+        if on_disk:
             listener.say("Nothing is timed: the dense model is not on the device as a whole.")
 
-    def default_steps(self, model: nn.Module) -> int:
-        """Steps by which blocks are refined where that takes minutes."""
-        takes_minutes = self.device.type == "cuda" or self.account.dense <= SMALL
-        if not takes_minutes or not self.calibrated or self.settings["method"] != "svd":
-            return 0
-        return REFINED_STEPS if self.on_disk or find_blocks(model, self.settings["calibration"][0]) else 0
+    def with_ranks(self, names: Sequence[str]) -> Compressed:
+        """The best of these ways to share out ranks; others than the first are tried where much is lost."""
+        best: Compressed | None = None
+        for name in names:
+            if best is not None and (best.quality is None or not best.quality.is_bad):
+                break
+            made = self.attempt(name)
+            if len(names) > 1 and made.quality is not None:
+                self.listener.say(f"{TITLES[name]}: {made.quality}.")
+            best = made if best is None or made.is_better(best) else best
+        assert best is not None
+        return best
+
+    def refined(self, best: Compressed, refinement: Refinement, kept: RefinedFolder) -> Compressed:
+        """The same with refined blocks, unless that is no better on text kept back."""
+        made = self.attempt(best.ranks, refinement, kept)
+        if made.quality is None or made.is_better(best):
+            return made
+        assert best.quality is not None
+        self.listener.say(
+            f"Refined: {made.quality}, no better than {best.quality.small:.4g} before, so the blocks stay as they were."
+        )
+        return best
 
     def attempt(
-        self, model: nn.Module, ranks: str, refinement: Refinement | None = None, refined: RefinedFolder | None = None
+        self, ranks: str, refinement: Refinement | None = None, refined: RefinedFolder | None = None
     ) -> Compressed:
-        """Compress `model` in place, and measure it."""
+        """Compress the model once more, and measure it."""
+        self.small = None
+        model, self.dense = self.load() if self.dense is None else self.dense, None
         settings = {**self.settings, "ranks": ranks, "refinement": refinement, "refined": refined}
-        compress(model, self.budget, in_place=True, **settings)
+        self.small = compress(model, self.budget, in_place=True, **settings)
         self.kept[ranks] = kept_by_shape(self.settings["plan"].sites, model)
-        times = milliseconds(model, self.length) if self.dense_times else {}
         quality = None
         if self.kept_back is not None:
             with answering(model, self.kept_back.batches):
                 quality = self.kept_back.quality(model)
-        return Compressed(
+        self.last = Compressed(
             **vars(SizeReport.of(model, self.account, self.budget)),
             ranks=ranks,
             refined=refinement.steps if refinement else 0,
             quality=quality,
-            speed={number: (dense, times[number]) for number, dense in self.dense_times.items() if number in times},
             device=str(self.device),
         )
+        return self.last
 
-    def finish(self, folder: Path, name: str, made: Compressed, notes: Sequence[str]) -> None:
-        """Write down what a report reads of a compressed folder, and pass on what a user should read."""
+    def save(self, best: Compressed, folder: Path, overwrite: bool) -> Compressed:
+        """Time and save the best attempt, which is made again if another one came after it."""
+        if best is not self.last:
+            best = self.attempt(best.ranks)
+        assert self.small is not None
+        if dense := self.dense_times:
+            one_device = self.load.on_one_device
+            in_turns = times_in_turns(self.load, self.small, self.length, self.dense_bytes) if one_device else {}
+            apart = {} if in_turns else milliseconds(self.small, self.length)
+            speed = in_turns or {number: (dense[number], time) for number, time in apart.items()}
+            best = replace(best, speed=speed, in_turns=bool(in_turns))
+        # its blocks are read from files
+        self.load.close()
+        notes = self.source.save(self.small, best, folder, overwrite)
         # a source may have put the model elsewhere
         if folder.is_dir():
-            write_json(folder / COMPRESSION, self._record(name, made))
+            write_json(folder / COMPRESSION, self._record(best))
         for note in notes:
             self.listener.say(note)
+        return best
 
-    def _record(self, name: str, made: Compressed) -> dict[str, Any]:
-        device = torch.device(made.device)
-        about = {"format": COMPRESSED, "version": 1, "name": name, "method": self.settings["method"]}
+    def _record(self, made: Compressed) -> dict[str, Any]:
+        """What a report reads of a compressed folder."""
+        about = {"format": COMPRESSED, "version": 1, "name": self.source.name, "method": self.settings["method"]}
         about |= {"layout": self.settings["layout"], "allocation": made.ranks}
         sizes = {**asdict(made), "removed": made.removed, "removed_of_prunable": made.removed_of_prunable}
-        return {**about, **sizes, **self.kept[made.ranks], **surroundings(device)}
+        return {**about, **sizes, **self.kept[made.ranks], **surroundings(torch.device(made.device))}
 
 
 @dataclass

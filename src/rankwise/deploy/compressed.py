@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
-from rankwise.core.placement import device_of, num_bytes
+from rankwise.core.placement import device_of
 from rankwise.core.plan import Plan, Site, get_module
 from rankwise.deploy.devices import ROOM, free_memory
 from rankwise.deploy.inputs import Quality, example_inputs, positions_of
@@ -83,6 +83,18 @@ def kept_by_shape(sites: Sequence[Site], small: nn.Module) -> dict[str, Any]:
     return {"matrices": matrices, "ranks": ranks}
 
 
+def versions(*paths: Path) -> list[tuple[str, int, int]]:
+    """Sizes and times of files, and of the weights in folders, which tell them from later ones of the same names."""
+    files = [
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else sorted(path.rglob("*.safetensors")))
+        # unfinished work, such as the blocks themselves
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
 class RefinedFolder:
     """Keeps refined blocks beside the folder to be, until it is there."""
 
@@ -125,13 +137,31 @@ class RefinedFolder:
 
 def milliseconds(model: nn.Module, length: int) -> dict[int, float]:
     """The time of a call with `length` tokens, and with one token; empty where no inputs can be made up."""
-    return {number: times[0] for number, times in milliseconds_in_turns([model], length).items()}
+    return {number: times[0] for number, times in _milliseconds([model], length).items()}
 
 
-def milliseconds_in_turns(models: Sequence[nn.Module], length: int) -> dict[int, list[float]]:
-    """The times of models on one device, which take turns.
+def times_in_turns(
+    load: Callable[[], nn.Module], small: nn.Module, length: int, num_bytes: int
+) -> dict[int, tuple[float, float]]:
+    """Times of the dense and the small model, which take turns; empty where there is no memory for both.
 
-    They are those of the fastest fifth of calls: what else runs on the machine makes calls slower.
+    Args:
+        load: gives the dense model, of `num_bytes`.
+    """
+    device = next(small.parameters()).device
+    if free_memory(device) < ROOM * num_bytes:
+        return {}
+    try:
+        dense = load()
+    except (RankwiseError, OSError, RuntimeError):
+        return {}
+    times = _milliseconds([dense, small], length) if device_of(dense) == device else {}
+    return {number: (one, other) for number, (one, other) in times.items()}
+
+
+def _milliseconds(models: Sequence[nn.Module], length: int) -> dict[int, list[float]]:
+    """The times of models on one device, which take turns: those of the fastest fifth of calls, because what else runs
+    on the machine makes calls slower.
     """
     device = next(models[0].parameters()).device
     found: dict[int, list[float]] = {}
@@ -148,21 +178,6 @@ def milliseconds_in_turns(models: Sequence[nn.Module], length: int) -> dict[int,
             return {}
         found[number] = [timing.p20 for timing in timings.values()]
     return found
-
-
-def timed_in_turns(made: Compressed, load: Callable[[], nn.Module], small: nn.Module, length: int) -> Compressed:
-    """`made` with times of the dense and the small model in turns, if there is memory to load the dense one too."""
-    device = next(small.parameters()).device
-    if not made.speed or free_memory(device) < ROOM * num_bytes(small) * made.dense / made.exported:
-        return made
-    try:
-        dense = load()
-    # what was timed before is enough
-    except (RankwiseError, OSError, RuntimeError):
-        return made
-    times = milliseconds_in_turns([dense, small], length) if device_of(dense) == device else {}
-    speed = {number: (one, other) for number, (one, other) in times.items()}
-    return replace(made, speed=speed, in_turns=True) if speed else made
 
 
 def _readable(model: nn.Module, length: int) -> int:

@@ -51,7 +51,10 @@ def free_memory(device: torch.device) -> int:
     with suppress(OSError, ValueError):
         # what a container may have; "max" without a limit
         most, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, most - used)
+        # copies of files that were read count as used, but give way
+        stat = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        cached = sum(int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+        free = min(free, most - used + cached)
     return free
 
 

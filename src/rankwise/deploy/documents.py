@@ -7,10 +7,9 @@ that the model expects there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from torch import Tensor
 from rankwise.errors import DataError, first_line
 from rankwise.files import not_utf8, parse_json
 
+BLOCK = 1 << 16
+"""Bytes that are read at a time to find where a line begins."""
 MOST_UNKNOWN = 0.2
 """The largest share of tokens that a tokenizer may not know."""
 NO_TEMPLATE = (
@@ -102,104 +103,115 @@ def document_windows(
 ) -> list[list[int]]:
     """As many windows as are wanted, at equal distances, none of which overlap; of a long file only places are read.
 
-    A place within a document that is longer than the distance gives the next window of this document.
-
     Args:
         special: tokens that the model expects around a document.
         length: tokens of a window, without these at its ends.
         span: bytes that a window takes at most.
     """
     size = path.stat().st_size
-    end = [] if special.after else getattr(encode, "end", [])
-    between = [*special.after, *special.before]
-
     with path.open("rb") as file:
-
-        def windows(first: int) -> Iterator[list[int]]:
-            return packed(_documents(path, file, first, encode, special.before, end), length, between)
-
+        reader = _Reader(path, file, encode, special, length)
         if size < wanted * span:
-            found = list(windows(0))
-            number = min(wanted, len(found))
-            return [found[i * len(found) // number] for i in range(number)]
-        current: Iterator[list[int]] = iter(())
-        found = list[list[int]]()
-        for first in (i * size // wanted for i in range(wanted)):
-            # what was read already is not read again
-            current = windows(first) if first >= file.tell() else current
-            found += islice(current, 1)
-        return found
+            every = list(iter(reader.window, None))
+            number = min(wanted, len(every))
+            return [every[i * len(every) // number] for i in range(number)]
+        found = (reader.window(i * size // wanted) for i in range(wanted))
+        return [window for window in found if window is not None]
 
 
-def packed(documents: Iterable[list[int]], length: int, between: Sequence[int]) -> Iterator[list[int]]:
-    """Windows of documents one behind the other, with `between` between two.
+class _Reader:
+    """Cuts documents into windows. What does not fit of one that is no longer than a window is left out."""
 
-    What does not fit of a document that is shorter than a window is left out.
-    """
-    current: list[int] = []
-    for document in documents:
-        current += [*between, *document] if current else document
-        while len(current) >= length:
-            yield current[:length]
-            current = current[length:] if len(document) > length else []
+    def __init__(
+        self,
+        path: Path,
+        file: BufferedReader,
+        encode: Callable[[str], list[int]],
+        special: SpecialTokens,
+        length: int,
+    ) -> None:
+        self.path, self.file, self.encode, self.length = path, file, encode, length
+        self.before = list(special.before)
+        self.end: list[int] = [] if special.after else getattr(encode, "end", [])
+        self.between = [*special.after, *special.before]
+        self.first = self.last = 0
+        """Where the line that was read last begins and ends."""
+        self.tokens: list[int] = []
+        """The document in this line."""
+        self.used = 0
+        """How many of its tokens are in earlier windows, or were passed by."""
 
+    def window(self, place: int = 0) -> list[int] | None:
+        """The first window at or behind a byte of the file, and behind earlier windows; None at the end of the file."""
+        if place >= self.last:
+            self._seek(place)
+            self._read()
+        if self._is_long:
+            self.used = max(self.used, (place - self.first) * len(self.tokens) // (self.last - self.first))
+        window: list[int] = []
+        while len(window) < self.length:
+            if self.used >= len(self.tokens):
+                if not self._read():
+                    return None
+                continue
+            window += self.between if window else []
+            if room := max(self.length - len(window), 0):
+                window += self.tokens[self.used : self.used + room]
+                self.used = self.used + room if self._is_long else len(self.tokens)
+        return window[: self.length]
 
-def _documents(
-    path: Path,
-    file: BufferedReader,
-    first: int,
-    encode: Callable[[str], list[int]],
-    before: Sequence[int],
-    end: Sequence[int],
-) -> Iterator[list[int]]:
-    """The tokens of each line that has any, from the first one that begins at or behind byte `first`."""
-    # back by one: a line may begin right there
-    file.seek(max(0, first - 1))
-    if first:
-        file.readline()
-    for line in file:
-        if line.strip() and (tokens := _tokens(path, file, line, encode, before, end)):
-            yield tokens
+    @property
+    def _is_long(self) -> bool:
+        return len(self.tokens) > self.length
 
+    def _seek(self, place: int) -> None:
+        """Go to the beginning of the line that holds a byte."""
+        block, found = place, 0
+        while block and not found:
+            block, last = max(0, block - BLOCK), block
+            self.file.seek(block)
+            found = self.file.read(last - block).rfind(b"\n") + 1
+        self.last = block + found
+        self.file.seek(self.last)
 
-def _tokens(
-    path: Path,
-    file: BufferedReader,
-    line: bytes,
-    encode: Callable[[str], list[int]],
-    before: Sequence[int],
-    end: Sequence[int],
-) -> list[int]:
-    document: Any = None
-    try:
-        # some editors begin a file with a byte order mark
-        found = parse_json(line.decode("utf-8-sig"))
-        if b"\\u" in line:
-            # bytes that are no text, as Python escapes them, are nothing that a tokenizer reads
-            json.dumps(found, ensure_ascii=False).encode()
-        document = found
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, file.tell() - len(line), error) from None
-    except ValueError:
-        pass
-    text, messages = (document.get(name) if isinstance(document, dict) else None for name in ("text", "messages"))
-    if isinstance(text, str):
-        return [*encode(text), *end] if text.strip() else []
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f'Each line of {path} must be a JSON object with "text", or with "messages", a list of {{"role": ..., '
-            f'"content": ...}}, but line {_number(path, file)} is {line.strip()[:40].decode("utf-8", "replace")!r}.'
-        )
-    converse = getattr(encode, "conversation", None)
-    if converse is None:
-        raise DataError(NO_TEMPLATE.format(path))
-    tokens: list[int] = converse(messages, path)
-    # a template may begin as every window does
-    return tokens[len(before) :] if before and tokens[: len(before)] == list(before) else tokens
+    def _read(self) -> bool:
+        """Read the next line, if there is one."""
+        line = self.file.readline()
+        self.first, self.last, self.used = self.last, self.last + len(line), 0
+        self.tokens = self._tokens(line) if line.strip() else []
+        return bool(line)
 
+    def _tokens(self, line: bytes) -> list[int]:
+        document: Any = None
+        try:
+            # some editors begin a file with a byte order mark
+            found = parse_json(line.decode("utf-8-sig"))
+            if b"\\u" in line:
+                # bytes that are no text, as Python escapes them, are nothing that a tokenizer reads
+                json.dumps(found, ensure_ascii=False).encode()
+            document = found
+        except UnicodeDecodeError as error:
+            raise not_utf8(self.path, self.first, error) from None
+        except ValueError:
+            pass
+        text, messages = (document.get(name) if isinstance(document, dict) else None for name in ("text", "messages"))
+        if isinstance(text, str):
+            return [*self.encode(text), *self.end] if text.strip() else []
+        if not isinstance(messages, list) or not messages:
+            raise DataError(
+                f'Each line of {self.path} must be a JSON object with "text", or with "messages", a list of '
+                f'{{"role": ..., "content": ...}}, but line {self._number()} is '
+                f"{line.strip()[:40].decode('utf-8', 'replace')!r}."
+            )
+        converse = getattr(self.encode, "conversation", None)
+        if converse is None:
+            raise DataError(NO_TEMPLATE.format(self.path))
+        tokens: list[int] = converse(messages, self.path)
+        # a template may begin as every window does
+        size = len(self.before)
+        return tokens[size:] if tokens[:size] == self.before else tokens
 
-def _number(path: Path, file: BufferedReader) -> int:
-    """The number of the line that was just read."""
-    last = file.tell()
-    with path.open("rb") as again:
-        return again.read(last).rstrip(b"\n").count(b"\n") + 1
+    def _number(self) -> int:
+        """The number of the line that was just read."""
+        with self.path.open("rb") as again:
+            return again.read(self.first).count(b"\n") + 1

@@ -7,17 +7,19 @@ second factors in another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rankwise.errors import RankwiseError
 from rankwise.kernels.low_rank import LowRankGroup, Part
 from rankwise.lazy import lazy_weight
-from rankwise.measure import evaluating
+from rankwise.measure import call_model, evaluating
 from rankwise.modules import LowRankLinear, PivotLinear, is_observed
 from rankwise.swap import become
 
@@ -139,36 +141,31 @@ def check_not_fused(model: nn.Module) -> None:
 
 def _groups(model: nn.Module, example: Any) -> list[list[Layer]]:
     """Layers that read the same tensor, in the order in which they are called: dense and low-rank ones apart."""
-    calls: list[tuple[Layer, Tensor]] = []
+    calls: list[tuple[Layer, Tensor, int | None]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        # the tensor is kept, so that no other one gets its id
-        calls.append((module, args[0]))  # type: ignore[arg-type]
+        # the tensor is kept, so that no other one gets its id; between two calls it may be changed in place
+        calls.append((module, args[0], _version(args[0])))  # type: ignore[arg-type]
 
     layers = list(_fusible(model))
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        with evaluating(model), torch.no_grad():
-            _call(model, example)
+        # tensors of inference mode do not say whether they were changed
+        with evaluating(model), torch.inference_mode(False), torch.no_grad():
+            given = dict(example) if isinstance(example, Mapping) else example
+            device = next(model.parameters()).device
+            call_model(model, tree_map_only(Tensor, lambda x: x.to(device), given))
     finally:
         for handle in handles:
             handle.remove()
-    once = [layer for layer in layers if sum(layer is other for other, _ in calls) == 1]
+    times = Counter(layer for layer, _, _ in calls)
     groups: dict[tuple[object, ...], list[Layer]] = {}
-    for layer, x in calls:
-        if any(layer is other for other in once):
-            key = (id(x), isinstance(layer, LowRankLinear), *_kind(layer))
+    for layer, x, version in calls:
+        if times[layer] == 1:
+            weight = next(layer.parameters())
+            key = (id(x), version, isinstance(layer, LowRankLinear), weight.dtype, weight.device)
             groups.setdefault(key, []).append(layer)
     return list(groups.values())
-
-
-def _call(model: nn.Module, example: Any) -> None:
-    device = next(model.parameters()).device
-    if isinstance(example, Mapping):
-        model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in example.items()})
-    else:
-        inputs = example if isinstance(example, tuple | list) else (example,)
-        model(*(x.to(device) if isinstance(x, Tensor) else x for x in inputs))
 
 
 def _fusible(model: nn.Module) -> Iterable[Layer]:
@@ -185,11 +182,6 @@ def _fusible(model: nn.Module) -> Iterable[Layer]:
         alone = all(holders[id(parameter)] == 1 for parameter in module.parameters())
         if alone and not any(map(is_observed, module.modules())):
             yield module
-
-
-def _kind(layer: Layer) -> tuple[object, ...]:
-    weight = next(layer.parameters())
-    return weight.dtype, weight.device
 
 
 def _group(layers: Sequence[Layer]) -> LinearGroup | LowRankGroup | None:

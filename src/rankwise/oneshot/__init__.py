@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
-from rankwise.core.budget import Budget, count
+from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.calibrate import has_room
 from rankwise.core.placement import offload_of
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights
@@ -104,7 +104,7 @@ def compress(
         example: a batch on which the model's code is checked, and timed for a latency; by default from `calibration`.
         in_place: change `model` itself, in little more memory than it takes already; else a copy.
         ranks: "global": the best components of the whole model; "even": the same share of every matrix's rank; or
-            "blend": between the two.
+            "blend": between the two. With "width" likewise for neurons and heads.
         anchor: with `calibration` and in a model of blocks, fit matrices to the outputs of the dense model, whose
             inputs differ from those that they read once layers before them are compressed. Better on the text of
             the calibration where very much is removed, worse on others (docs/log/one-shot.md).
@@ -116,27 +116,17 @@ def compress(
     """
     batches = None if calibration is None else list(calibration)
     _check(model, budget, batches, rank_multiple, loss, ranks)
-    if (offload := offload_of(model)) is not None:
-        if method != "svd" or not batches or not in_place:
-            raise RankwiseError(ON_DISK)
-        # layers are found, and split, where they lie
-        offload.put_back()
+    if offload_of(model) is not None and (method != "svd" or not batches or not in_place):
+        raise RankwiseError(ON_DISK)
     example = batches[0] if example is None and batches else example
-    where = find_target(target, model)
-    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=layout is not None or bool(embeddings))
-    if isinstance(how, Svd):
-        plan = plan or default_plan(model, embeddings=embeddings)
-        budget, plan = size_for(model, budget, plan, example, rank_multiple)
-    # before the copy, which loses what `from_pretrained` notes of weights that it loaded
-    plan = plan_for_method(model, plan, how)
-    check_weights(model, plan)
-    account = size_account(model, plan, how, where, rank_multiple, trained=True)
-    limit = budget.resolve(account)
+    where, refinement = find_target(target, model), refinement or Refinement(steps=0)
+    low_rank_only = layout is not None or bool(embeddings) or anchor or refinement.steps > 0
+    how = oneshot_method(method, budget, layout or where.layout, low_rank_only=low_rank_only)
     check_share(width_share, both=isinstance(how, WidthSvd))
-    refinement = refinement or Refinement(steps=0)
+    budget, plan, account = _sizes(model, budget, plan, how, where, example, rank_multiple, embeddings)
+    limit = budget.resolve(account)
     given = list(loss_batches or batches or ())
     if isinstance(how, WidthSvd):
-        plan_for_method(model, plan, Width())
         shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
         shared["smoothing"] = smoothing
         low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
@@ -145,41 +135,18 @@ def compress(
         model = both(model if in_place else copied(model), share, calibration=batches, loss_batches=given)
     else:
         model = model if in_place else copied(model)
-        split(model, [use.name for site in plan.sites for use in site.uses])
-        data = _data(model, plan, batches, progress, low_rank=isinstance(how, Svd), refined=refinement.steps > 0)
-        if refinement.steps and not data.blocks:
-            raise RankwiseError(NO_BLOCKS)
+        data = _data(model, plan, batches, progress, how, refined=refinement.steps > 0)
+        data.smoothing = smoothing or data.smoothing
         if loss is not None and batches:
             data.weigh(loss, given)
-        data.smoothing = smoothing or data.smoothing
         if isinstance(how, Svd):
             shrink = Shrink(data, account, limit, how, ranks, budget.dtype)
             shrink.all(anchor=anchor, refinement=refinement, refined=refined)
         else:
-            narrow_all(data, account, limit, even=ranks == "even")
+            narrow_all(data, account, limit, ranks)
         families.changed(model)
         data.verify(example)
     return model if budget.dtype is None else model.to(budget.dtype)
-
-
-def _data(
-    model: nn.Module,
-    plan: Plan,
-    batches: Sequence[Any] | None,
-    progress: Progress | None,
-    *,
-    low_rank: bool,
-    refined: bool,
-) -> CalibrationData:
-    """Calibration data, block by block where that is needed: for a model on disk, or a large one."""
-    offload = offload_of(model)
-    if batches and low_rank and (offload is not None or not has_room(plan.sites)):
-        try:
-            return StreamedData(model, plan, batches, progress, refined=refined)
-        except RankwiseError:
-            if offload is not None:
-                raise
-    return CalibrationData(model, plan, batches, progress, in_blocks=low_rank, refined=refined)
 
 
 def _check(
@@ -190,6 +157,55 @@ def _check(
         raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
     # "sampled" is the default, with or without data
     check_loss(loss, loss == "sampled" or batches is not None)
+
+
+def _sizes(
+    model: nn.Module,
+    budget: Budget,
+    plan: Plan | None,
+    how: Svd | Width,
+    where: Target,
+    example: Any,
+    rank_multiple: int | None,
+    embeddings: bool | None,
+) -> tuple[Budget, Plan, SizeAccount]:
+    """The budget as a size, the plan that the method can follow, and what it counts; refuses what cannot be."""
+    if (offload := offload_of(model)) is not None:
+        # layers are found, and split, where they lie
+        offload.put_back()
+    if isinstance(how, Svd):
+        plan = plan or default_plan(model, embeddings=embeddings)
+        budget, plan = size_for(model, budget, plan, example, rank_multiple)
+    plan = plan_for_method(model, plan, how)
+    if isinstance(how, WidthSvd):
+        plan_for_method(model, plan, Width())
+    # before the copy, which loses what `from_pretrained` notes of weights that it loaded
+    check_weights(model, plan)
+    return budget, plan, size_account(model, plan, how, where, rank_multiple, trained=True)
+
+
+def _data(
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Any] | None,
+    progress: Progress | None,
+    how: Svd | Width,
+    *,
+    refined: bool,
+) -> CalibrationData:
+    """Calibration data, block by block where that is needed: for a model on disk, or a large one."""
+    split(model, [use.name for site in plan.sites for use in site.uses])
+    low_rank, on_disk = isinstance(how, Svd), offload_of(model) is not None
+    if batches and low_rank and (on_disk or not has_room(plan.sites)):
+        try:
+            return StreamedData(model, plan, batches, progress, refined=refined)
+        except RankwiseError:
+            if on_disk:
+                raise
+    data = CalibrationData(model, plan, batches, progress, in_blocks=low_rank, refined=refined)
+    if refined and not data.blocks:
+        raise RankwiseError(NO_BLOCKS)
+    return data
 
 
 def default_plan(model: nn.Module, *, embeddings: bool | None = None, exclude: Sequence[str] = ()) -> Plan:

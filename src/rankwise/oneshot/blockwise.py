@@ -93,12 +93,8 @@ class Blocks:
         refinement: Refinement,
         kept: RefinedBlocks | None = None,
         progress: Callable[[int], None] = lambda step: None,
-    ) -> tuple[float, float]:
-        """Compress the sites of a block by `shrink`, refine it, and go on to what the next block reads.
-
-        Returns the error of the block's outputs, relative to their size, before and after refinement, on batches that
-        it was not trained on.
-        """
+    ) -> None:
+        """Compress the sites of a block by `shrink`, refine it, and go on to what the next block reads."""
         block = self.model.get_submodule(self.names[number])
         dense, calls = copy.deepcopy(block), self.calls[number]
         with evaluating(block), evaluating(dense):
@@ -109,19 +105,18 @@ class Blocks:
             given = zip(self.dense_calls[number], self.dense_inputs, strict=True)
             targets = [call(dense, x_BTD).detach() for call, x_BTD in given]
             del dense
-            state = kept.load(number) if kept is not None and refinement.steps else None
-            if state is None or _shapes(state) != _shapes(block.state_dict()):
-                errors = refine(block, calls, self.inputs, targets, weights_DD, refinement, progress)
-                if kept is not None and refinement.steps:
-                    kept.save(number, block.state_dict())
-            else:
-                block.load_state_dict(state)
-                errors = (math.nan, math.nan)
+            if refinement.steps:
+                state = None if kept is None else kept.load(number)
+                if state is not None and _shapes(state) == _shapes(block.state_dict()):
+                    block.load_state_dict(state)
+                else:
+                    refine(block, calls, self.inputs, targets, weights_DD, refinement, progress)
+                    if kept is not None:
+                        kept.save(number, block.state_dict())
             self.inputs = [call(block, x_BTD).detach() for call, x_BTD in zip(calls, self.inputs, strict=True)]
         self.dense_inputs = targets
         # what was recorded for this block is not needed any more
         self.calls[number], self.dense_calls[number] = [], []
-        return errors
 
     def _local(self, number: int, site: Site) -> str:
         return site.name[len(self.names[number]) + 1 :]
@@ -179,10 +174,11 @@ def refine(
     settings: Refinement,
     progress: Callable[[int], None] = lambda step: None,
 ) -> tuple[float, float]:
-    """Train all parameters of a block so that it gives `targets`; `weights_DD` says what errors cost the loss.
+    """Train the parameters of a block so that it gives `targets`; `weights_DD` says what errors cost the loss.
 
     Returns the relative error before and after, on batches that it was not trained on. A block that became worse on
-    those is put back. The parameters are trained in float32, on a GPU with products in bfloat16.
+    those is put back. Parameters that require no gradient stay as they are, unless none requires one. The parameters
+    are trained in float32, on a GPU with products in bfloat16.
     """
     held_out = list(range(0, len(calls), HELD_OUT)) if len(calls) > 1 else [0]
     train = [i for i in range(len(calls)) if i not in held_out] or held_out
@@ -202,7 +198,8 @@ def refine(
     before = measured()
     if not settings.steps:
         return before, before
-    parameters = [p for p in block.parameters() if p.requires_grad]
+    is_frozen = not any(p.requires_grad for p in block.parameters())
+    parameters = [p.requires_grad_() for p in block.parameters() if p.requires_grad or is_frozen]
     old = [p.detach().clone() for p in parameters]
     dtypes = [p.dtype for p in parameters]
     for parameter in parameters:
@@ -223,6 +220,7 @@ def refine(
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         parameter.data = parameter.data.to(dtype)
         parameter.grad = None
+        parameter.requires_grad_(not is_frozen)
     after = measured()
     if not after < before:
         for parameter, tensor in zip(parameters, old, strict=True):

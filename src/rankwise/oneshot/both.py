@@ -77,8 +77,8 @@ class NeuronsThenRanks:
             )
         number = max(1, len(calibration) // KEPT_BACK)
         kept_back, used = calibration[-number:], calibration[:-number]
-        if len(loss_batches) == len(calibration):
-            loss_batches = loss_batches[:-number]
+        # the same texts, which may be shorter and more in a batch
+        loss_batches = loss_batches[: max(1, len(loss_batches) * len(used) // len(calibration))]
         progress = self.shared["progress"] or (lambda what, done, total: None)
         errors: dict[float, float] = {}
         for done, share in enumerate(SHARES):

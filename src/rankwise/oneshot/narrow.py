@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.widths import update_config
-from rankwise.core.allocation import global_allocation, uniform_allocation
 from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.eliminate import replaced
 from rankwise.core.factorize import Moments
@@ -21,6 +20,7 @@ from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
 from rankwise.modules import linear
 from rankwise.oneshot.data import CalibrationData
+from rankwise.oneshot.ranks import Ranks, allocated
 from rankwise.swap import become
 
 
@@ -45,15 +45,18 @@ def oneshot_method(
     found = kinds[method]
     found.check_budget(budget)
     if isinstance(found, Width) and low_rank_only:
-        raise RankwiseError('`layout` and `embeddings` are settings of low rank. Leave them out with method="width".')
+        raise RankwiseError(
+            "`layout` and `embeddings` are settings of low rank, and so are `refinement` (--refine) and `anchor`. "
+            'Leave them out with method="width".'
+        )
     return found
 
 
-def narrow_all(data: CalibrationData, account: SizeAccount, limit: int, *, even: bool) -> None:
+def narrow_all(data: CalibrationData, account: SizeAccount, limit: int, ranks: Ranks) -> None:
     """Choose one number of neurons and one of heads for all layers, and leave out the others, in place.
 
     Args:
-        even: neurons and heads lose the same share, instead of what costs least.
+        ranks: "even": neurons and heads lose the same share; "global": what costs least; "blend": between the two.
     """
     model, progress = data.model, data.progress
     method = Width()
@@ -71,7 +74,7 @@ def narrow_all(data: CalibrationData, account: SizeAccount, limit: int, *, even:
         progress("widths", done, num)
     room = limit - account.fixed
     in_order = [scores[site.name] for site in sites]
-    counts = uniform_allocation(account.curves, room) if even else global_allocation(in_order, account.curves, room)
+    counts = allocated(ranks, in_order, account.curves, room)
     kept = {site.name: order[site.name][:k].sort().values for site, k in zip(sites, counts, strict=True)}
     for done, (site, moments) in enumerate(data.moments(), 1):
         assert isinstance(site, WidthSite)

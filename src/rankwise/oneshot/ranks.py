@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -50,9 +51,14 @@ class Shrink:
         self.data, self.account, self.limit, self.dtype = data, account, limit, dtype
         self.sites, self.done = data.plan.sites, 0
         self.curves = dict(zip((site.name for site in self.sites), account.curves, strict=True))
-        scores = None if ranks == "even" else _scores(data, method, self.curves)
+        scores: dict[str, Tensor] = {}
+        if ranks != "even":
+            scores = _scores(data, method, self.curves)
+        elif not data.weights:
+            # notes what no batch reaches
+            deque(data.moments(), maxlen=0)
         unseen = (self.curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
-        self.counts, self.alone = _choose(self.curves, scores, limit - account.fixed, unseen, blend=ranks == "blend")
+        self.counts, self.alone = _choose(ranks, self.curves, scores, limit - account.fixed, unseen)
         _warn_about([site for site in self.sites if site.name in data.unreached], UNREACHED)
         _warn_about([site for site in self.sites if site.name in self.alone - data.unreached], ALONE)
 
@@ -71,8 +77,6 @@ class Shrink:
             for number, name in enumerate(data.blocks):
 
                 def shrink(site: Site, moments: Moments) -> None:
-                    if moments.inputs_II is None:
-                        data.unreached.add(site.name)
                     self._one(site, data.weighed(site, moments))
                     data.forget(site)
 
@@ -120,17 +124,17 @@ def _scores(data: CalibrationData, method: Svd, curves: Mapping[str, CostCurve])
     return scores
 
 
-def _choose(
-    curves: Mapping[str, CostCurve],
-    scores: Mapping[str, Tensor] | None,
-    room: int,
-    unseen: set[str],
-    *,
-    blend: bool = False,
-) -> tuple[dict[str, int], set[str]]:
-    """How many components of each site are kept: the best of all of them, or without `scores` the same share of each.
+def allocated(ranks: Ranks, scores: Sequence[Tensor], curves: Sequence[CostCurve], room: int) -> list[int]:
+    """How many components of each matrix are kept; "even" needs no scores."""
+    if ranks == "even":
+        return uniform_allocation(curves, room)
+    return (blended_allocation if ranks == "blend" else global_allocation)(scores, curves, room)
 
-    With `blend`, a number between the two.
+
+def _choose(
+    ranks: Ranks, curves: Mapping[str, CostCurve], scores: Mapping[str, Tensor], room: int, unseen: set[str]
+) -> tuple[dict[str, int], set[str]]:
+    """How many components of each site are kept.
 
     A layer of rank 0 has the same output for every input, which no error of second order foresees. So such a layer is
     left as it is, as long as no other one gets rank 0 instead; `unseen` ones, on which the loss does not depend, as
@@ -142,12 +146,8 @@ def _choose(
         left = room - sum(curves[name].full for name in alone)
         if left < 0:
             return None
-        few = [curves[name] for name in rest]
-        if scores is None:
-            found = uniform_allocation(few, left)
-        else:
-            allocate = blended_allocation if blend else global_allocation
-            found = allocate([scores[name] for name in rest], few, left)
+        known = [scores[name] for name in rest if name in scores]
+        found = allocated(ranks, known, [curves[name] for name in rest], left)
         return {**{name: curves[name].num_components for name in alone}, **dict(zip(rest, found, strict=True))}
 
     def empty(counts: Mapping[str, int]) -> set[str]:

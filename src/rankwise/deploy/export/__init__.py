@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
@@ -68,25 +69,34 @@ class Onnx(Format):
             raise CheckpointError(
                 f"The model must be one that ONNX can represent, but its exporter says: {first_line(cause)}"
             ) from error
-        size = sum(p.numel() * p.element_size() for p in captured.reference.parameters())
+        is_large = sum(p.numel() * p.element_size() for p in captured.reference.parameters()) > LARGE
 
         def write(folder: Path) -> None:
-            made.save(folder / self.file, external_data=size > LARGE)
-            if int8:
-                self._quantize(folder)
+            if not int8:
+                made.save(folder / self.file, external_data=is_large)
+                return
+            with TemporaryDirectory(dir=folder) as scratch:
+                dense = Path(scratch) / self.file
+                made.save(dense, external_data=is_large)
+                self._quantize(dense, folder / self.file, is_large)
 
         return write
 
-    def _quantize(self, folder: Path) -> None:
+    def _quantize(self, dense: Path, file: Path, is_large: bool) -> None:
         onnx, quantization = imported("onnx"), imported("onnxruntime.quantization")
-        dense = folder / f"dense-{self.file}"
-        graph = onnx.load(folder / self.file)
+        model = onnx.load(dense)
         # shapes that the exporter notes of matrices which it transposes later stop the quantizer, which infers its own
-        del graph.graph.value_info[:]
-        onnx.save(graph, dense)
-        kind = quantization.QuantType.QInt8
-        quantization.quantize_dynamic(dense, folder / self.file, weight_type=kind, per_channel=True)
-        dense.unlink()
+        del model.graph.value_info[:]
+        # products with what is transposed as they run stay in float: with a tied embedding, which gets a copy
+        stored = {tensor.name: tensor for tensor in model.graph.initializer}
+        for node in [node for node in model.graph.node if node.op_type == "Transpose" and node.input[0] in stored]:
+            order = next((list(each.ints) for each in node.attribute if each.name == "perm"), None)
+            values = onnx.numpy_helper.to_array(stored[node.input[0]]).transpose(order)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(values, node.output[0]))
+            model.graph.node.remove(node)
+        onnx.save(model, dense, save_as_external_data=is_large, location=f"dense-{self.file}.data")
+        settings = {"weight_type": quantization.QuantType.QInt8, "per_channel": True}
+        quantization.quantize_dynamic(dense, file, use_external_data_format=is_large, **settings)
 
     def load(self, path: str | os.PathLike[str], *, threads: int | None = None) -> Runner:
         """An exported folder in ONNX Runtime on the CPU."""
