@@ -138,7 +138,7 @@ def _take_steps(
     try:
         while run.pending or run.step < run.config.steps:
             if not run.pending:
-                stop.agree(run.ranks)
+                stop.agree()
                 if run.step >= run.config.dense_steps:
                     run.begin_pruning()
                 run.train_step()
@@ -182,7 +182,7 @@ def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, A
         training[f"{run.objective.unit}_per_second"] = num_steps * run.objective.per_step / seconds
     if config.eval_every is not None and (last or dense_ends or step % config.eval_every == 0):
         began = time.perf_counter()
-        loss = run.evaluate(stop.check)
+        loss = run.evaluate(stop)
         if loss is None:
             raise Interrupted
         # evaluation is no training: it does not count as time per token

@@ -95,12 +95,15 @@ class Ranks:
 
     # the word of the first rank
 
-    def first(self, function: Callable[[], T]) -> T:
-        """What a function returns on the first rank, for all; if it fails there, the others get a `FirstRankError`."""
+    def first(self, function: Callable[[], T], signal: Callable[[], int | None] = lambda: None) -> T:
+        """What a function returns on the first rank, for all; if it fails there, the others get a `FirstRankError`.
+
+        `signal` gives the signal by which a waiting rank was asked to stop; the function learns of it by `signalled`.
+        """
         if self.count == 1:
             return function()
         if not self.is_first:
-            found: T = self.hear()
+            found: T = self.hear(signal)
             return found
         try:
             value = function()
@@ -116,14 +119,22 @@ class Ranks:
         self._store.set(f"word/{self._words}", "")
         self._exchange([value])
 
-    def hear(self) -> Any:
-        """What the first rank tells, however long that takes."""
+    def signalled(self) -> int | None:
+        """The signal by which a rank that waits for this one was asked to stop."""
+        key = f"signal/{self._words}"
+        return int(self._store.get(key)) if self.count > 1 and self._store.check([key]) else None
+
+    def hear(self, signal: Callable[[], int | None] = lambda: None) -> Any:
+        """What the first rank tells, however long that takes; `signal` as in `first`."""
         word, end, nap = f"word/{self._words}", f"ended/{self._calls}", 1e-3
         with ranks_alive():
             while not self._store.check([word]):
                 if self._store.check([end]):
-                    word = end
+                    # its last word comes before its end, but perhaps after the first look
+                    word = word if self._store.check([word]) else end
                     break
+                if (number := signal()) is not None:
+                    self._store.set(f"signal/{self._words}", str(number))
                 time.sleep(nap)
                 nap = min(2 * nap, LONGEST_NAP)
             said = self._store.get(word)

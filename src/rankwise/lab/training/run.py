@@ -26,7 +26,7 @@ from rankwise.lab.training.checkpoint import (
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
 from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.histograms import gate_histograms
-from rankwise.lab.training.interruption import Interrupted
+from rankwise.lab.training.interruption import Interrupted, Stop
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.ranks import check_share, own_ranks
 from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
@@ -248,19 +248,19 @@ class Run:
             f"and then, set `nonfinite` to skip; the checkpoints in {self.checkpoints.folder} are from before."
         )
 
-    def evaluate(self, check: Callable[[], None]) -> float | None:
-        """The loss on the validation data, of what would be exported now; None if `check` has stopped it."""
+    def evaluate(self, stop: Stop) -> float | None:
+        """The loss on the validation data, of what would be exported now; None if it was stopped."""
 
         def evaluated() -> float | None:
             try:
                 with autocast(self.config.precision, self.device):
-                    loss = self.objective.evaluate(check)
+                    loss = self.objective.evaluate(stop.check)
             except Interrupted:
                 return None
             self._check_finite(loss)
             return loss
 
-        return self.ranks.first(evaluated)
+        return self.ranks.first(evaluated, lambda: stop.requested)
 
     def is_new_best(self, loss: float) -> bool:
         """Take note of an evaluation; it counts only once the target has reached the budget."""
