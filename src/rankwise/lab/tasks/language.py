@@ -212,8 +212,7 @@ class StreamObjective(Objective):
                 f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
             )
         self.valid = config.evaluation(corpus.valid)
-        as_evaluated = len(Evaluation(corpus.valid, unroll=config.window))
-        self.reset_every = as_evaluated if config.reset_every is None else config.reset_every
+        self.reset_every = len(self.valid) if config.reset_every is None else config.reset_every
         self.corpus = corpus
         super().__init__(model, config, device)
         self.streams = self.ranks.share(config.batch_size)
