@@ -216,14 +216,14 @@ class Run:
                     gate.z.grad = self.gate_grads.setdefault(gate, gate.z.grad)
 
     def training_metrics(self) -> dict[str, Any]:
-        """Means since the last line, and how large the model is."""
-        num_steps = max(self.step - self.logged - self.skipped.unlogged, 1)
+        """Means since the last line, where a step was not skipped, and how large the model is."""
         self._check_finite(float(self.sums.sum()))
-        loss, norm = (self.sums / num_steps).tolist()
-        line: dict[str, Any] = {**self.objective.figures(loss)}
-        line["lr"] = self.config.lr_at(self.step, pruning=self.pruning)
-        if self.config.clip is not None:
-            line["gradient_norm"] = norm
+        line: dict[str, Any] = {"lr": self.config.lr_at(self.step, pruning=self.pruning)}
+        if num_steps := self.step - self.logged - self.skipped.unlogged:
+            loss, norm = (self.sums / num_steps).tolist()
+            line = {**self.objective.figures(loss), **line}
+            if self.config.clip is not None:
+                line["gradient_norm"] = norm
         if self.config.nonfinite == "skip":
             line[SKIPPED] = self.skipped.steps
         if self.pruner is not None:
