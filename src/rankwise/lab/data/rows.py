@@ -201,6 +201,8 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         for text in texts:
             if not isinstance(text, str):
                 raise DataError(f"{path}, line {number}: a text must be a string, but is {text!r} instead.")
+        if not str(label).strip():
+            raise DataError(f"{path}, line {number}: a row must have a label, but that is empty. Remove the row.")
         yield number, tuple(texts), str(label).strip()
 
 
@@ -213,9 +215,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # a byte-order mark at the start is no part of the text
         with path.open(encoding="utf-8-sig", newline="") as file:
             if suffix in DELIMITERS:
-                reader = csv.DictReader(file, delimiter=DELIMITERS[suffix], strict=True)
-                for row in reader:
-                    yield reader.line_num, {name: value for name, value in row.items() if name is not None}
+                yield from _fields(path, csv.reader(file, delimiter=DELIMITERS[suffix], strict=True))
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -226,6 +226,17 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path} must be UTF-8, but is not: {error}.") from None
     except csv.Error as error:
         raise DataError(f"{path} must be a table with a header, but is not: {error}.") from None
+
+
+def _fields(path: Path, reader: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    header = next(reader, [])
+    for fields in filter(None, reader):
+        if len(fields) != len(header):
+            raise DataError(
+                f"{path}, line {reader.line_num}: a row must have {len(header)} fields, as the header has, but has "
+                f"{len(fields)}. Mend the line; a text with a delimiter in it needs quotes."
+            )
+        yield reader.line_num, dict(zip(header, fields, strict=True))
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:

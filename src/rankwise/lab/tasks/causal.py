@@ -110,7 +110,7 @@ class CausalExperiment(PretrainedExperiment):
             raise DataError(
                 f"{self.text} must hold at least a window of {length} tokens to train on, and 2 tokens in each share "
                 f"that is held out ({self.held_out:g}), but has {len(numbers):,} tokens. "
-                "Give more text, or a smaller --model.max_length."
+                "Give more text, a larger --held_out or a smaller --model.max_length."
             )
         return TokenizedText(
             name=Path(self.text).name,
