@@ -229,7 +229,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _fields(path: Path, reader: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    header = next(reader, [])
+    header: list[str] = next(reader, [])
     for fields in filter(None, reader):
         if len(fields) != len(header):
             raise DataError(

@@ -223,7 +223,7 @@ def _finish(run: Run) -> Outcome:
         "sizes": {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size()),
         "quality": {"valid": quality},
         "seconds": run.seconds,
-        **({SKIPPED: run.skipped.steps} if run.config.nonfinite == "skip" else {}),
+        **({SKIPPED: run.weights.skipped.steps} if run.config.nonfinite == "skip" else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
     }
