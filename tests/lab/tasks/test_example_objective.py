@@ -16,10 +16,11 @@ import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.errors import BudgetError
 from rankwise.lab.tasks.examples import ExampleObjective
-from rankwise.lab.training import Progress, TuningConfig, fit
+from rankwise.lab.training import TuningConfig, fit
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.snapshots import Snapshots
 from tests.lab.tasks.example_toys import Tuned, tune
+from tests.lab.training.training_toys import At, KillError, kill
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 
@@ -84,27 +85,14 @@ def test_the_number_of_steps_is_the_one_asked_for(changes: dict[str, Any], steps
     assert tune(model(), Line(), settings, loss, tmp_path).record["steps"] == settings.steps(64) == steps
 
 
-class StopError(Exception):
-    """As good as a kill: nothing of the run's own code comes after it."""
-
-
-class StopAt(Progress):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def advance(self, step: int) -> None:
-        if step == self.step:
-            raise StopError
-
-
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Wherever it is killed: within an epoch of four batches, at its end, before and after a checkpoint."""
     settings = config(checkpoint_every=3)
     whole, killed = model(), model()
     tune(whole, Line(), settings, loss, tmp_path / "whole")
     for step in (1, 4, 5, 7, 8, 13, 39, 40):
-        with pytest.raises(StopError):
-            tune(model(), Line(), settings, loss, tmp_path / "killed", progress=StopAt(step))
+        with pytest.raises(KillError):
+            tune(model(), Line(), settings, loss, tmp_path / "killed", progress=At(step, kill))
     tune(killed, Line(), settings, loss, tmp_path / "killed")
     assert torch.equal(weights(whole), weights(killed))
 

@@ -17,8 +17,8 @@ from rankwise.lab.tasks.language import StreamObjective
 from rankwise.lab.training import Progress
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.run import SKIPPED_IN_A_ROW
-from tests.lab.training.test_training_resume import At, KillError, assert_same, kill
-from tests.lab.training.training_toys import CONFIG, run
+from tests.lab.training.test_training_resume import assert_same
+from tests.lab.training.training_toys import CONFIG, At, KillError, kill, run
 
 SKIP = dataclasses.replace(CONFIG, nonfinite="skip")
 

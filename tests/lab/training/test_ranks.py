@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 import rankwise.lab.training.watchdog as watchdog
 from rankwise.errors import RankwiseError
 from rankwise.lab.tasks.language import StreamObjective
-from rankwise.lab.training import Interrupted, Outcome, Progress
+from rankwise.lab.training import Interrupted, Outcome
 from rankwise.lab.training.ranks import FirstRankError, own_ranks
 from rankwise.lab.training.records import RunFolder
-from tests.lab.training.training_toys import CONFIG, run
+from tests.lab.training.training_toys import CONFIG, At, KillError, kill, run
 from tests.ranks import run_ranks, run_ranks_once
 
 PRELOAD = ("tests.lab.training.training_toys",)
@@ -46,17 +46,6 @@ def assert_close(found: States, expected: States) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-
-
-class At(Progress):
-    """Does something after a step."""
-
-    def __init__(self, step: int, event: Any) -> None:
-        self.step, self.event = step, event
-
-    def advance(self, step: int) -> None:
-        if step == self.step:
-            self.event()
 
 
 def last_process() -> int:
@@ -133,18 +122,11 @@ def on_two(rank: int, count: int, folder: Path, alone: Path) -> dict[str, Any]:
     return found
 
 
-def stop_at(step: int) -> Progress:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    return At(step, stop)
-
-
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     alone = tmp_path_factory.mktemp("one") / "run"
-    with pytest.raises(KeyboardInterrupt):
-        train("sru", "flop-l0", alone, progress=stop_at(8))
+    with pytest.raises(KillError):
+        train("sru", "flop-l0", alone, progress=At(8, kill))
     return run_ranks_once(tmp_path_factory, "loop", on_two, 2, alone, preload=PRELOAD)
 
 

@@ -14,8 +14,8 @@ from rankwise.errors import CheckpointError
 from rankwise.files import CHECKSUM, sealed
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
 from tests.flips import flipped
-from tests.lab.training.test_training_resume import At, KillError, assert_same, kill
-from tests.lab.training.training_toys import run
+from tests.lab.training.test_training_resume import assert_same
+from tests.lab.training.training_toys import At, KillError, kill, run
 
 FILES = ["checkpoint.json", "model.safetensors", "training.safetensors"]
 FLIPS = 150
