@@ -66,7 +66,7 @@ def read_healing_text(
     window: int,
     special: SpecialTokens,
 ) -> HealingText:
-    """As many windows of the texts as are needed, each text by its share, and those that are held out.
+    """Windows to train on, from each text by its size, and windows that are held out.
 
     Args:
         valid: texts to hold out instead of the ends of `texts`.

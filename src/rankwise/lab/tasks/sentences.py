@@ -1,7 +1,7 @@
 """Classification and regression of sentences, or pairs of them: the tasks of GLUE, and files of one's own.
 
 `rankwise run glue-mpnet --task mrpc` and `rankwise run sentences --data rows.csv --text_column text`. Texts are
-tokenized once and stay on the device; batches are of like length, in few shapes.
+tokenized once and stay on the device; the texts of a batch have similar lengths, and batches few shapes.
 
 Shapes: N = examples, B = batch, L = tokens of the longest example.
 """
@@ -40,7 +40,7 @@ SPLIT_SEED = 0
 """Which rows are held out is the same for every seed of an experiment."""
 EVALUATION_BATCH = 64
 POOL = 50
-"""Batches whose examples are sorted by length together: enough that they are alike, and still in random company."""
+"""Batches whose examples are sorted by length together: enough for similar lengths in each, and still random."""
 MULTIPLE = 16
 """Lengths of batches are multiples of it, so that there are few."""
 
@@ -220,7 +220,7 @@ class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
         return load_encoder(name, self.glue)
 
     def plan(self, model: nn.Module) -> Plan:
-        """The encoder's matrices. The head stays whole: it is small, and no answer can do without it."""
+        """The matrices of the encoder. The head, which is small, stays whole."""
         base = getattr(model, "base_model_prefix", "")
         heads = [name for name, part in model.named_children() if name != base and any(True for _ in part.parameters())]
         return find_plan(model, exclude=[*self.experiment.exclude, *heads])
@@ -319,7 +319,7 @@ class TokenizedTexts:
         return len(self.lengths)
 
     def batches(self, batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """One epoch: the order and the company of the examples are random, but those of a batch are of like length."""
+        """One epoch in random order, with examples of similar length in each batch."""
         generator = torch.Generator().manual_seed(seed % 2**63)
         order = torch.randperm(len(self), generator=generator).tolist()
         chunks = []

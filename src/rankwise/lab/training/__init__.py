@@ -3,7 +3,7 @@
 loop.py          `fit`: takes the steps, and evaluates, logs and saves where that is due
 run.py           the state of a run, its evaluation, metrics and checkpoints
 step.py          how a step moves the weights: gradients, the optimizer, CUDA graphs
-objective.py     what the loop needs of a task, and whom it tells what happens
+objective.py     what the loop needs of a task; callbacks that follow a run
 config.py        settings
 checkpoint.py    the files of a checkpoint; records.py: the other files of a run
 ranks.py         several processes; watchdog.py: one of them dies; interruption.py: one is told to stop

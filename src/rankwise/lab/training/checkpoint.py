@@ -217,7 +217,7 @@ def random_tensors(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def load_random(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks, seed: int, step: int) -> None:
-    """Restore what `random_tensors` returned; a rank that there was not before starts with numbers of its own."""
+    """Restore what `random_tensors` returned; a rank that did not exist then gets a seed of its own."""
     cpu, cuda = (_of_rank(name, ranks.rank) for name in ("random.cpu", "random.cuda"))
     if ranks.rank and cpu not in tensors:
         torch.manual_seed(ranks.seed(seed, step))

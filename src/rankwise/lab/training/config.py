@@ -153,11 +153,10 @@ class TrainingConfig(LoopConfig):
     window: int
     """Tokens that each stream reads in one step; gradients go no further back."""
     reset_every: int | None = None
-    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; 0: never. None: as
-    many as evaluation takes for a stream, which begins with an empty state: a model that has seen none for long answers
-    poorly from it."""
+    """The recurrent state of a stream is emptied after so many steps, streams taking turns; 0: never. None: as many as
+    an evaluation takes. It starts from an empty state, and a model that has seen none for long predicts poorly."""
     distill: float = 0.0
-    """Share of the loss that asks for a teacher's answers in place of the text's own."""
+    """The weight of a teacher's answers in the loss, from 0 to 1; the text itself has the rest."""
     eval_every: int = 1_000
     """Steps between evaluations on the validation text. The ends of both phases are evaluated in any case."""
     eval_tokens: int | None = None

@@ -187,7 +187,7 @@ class Run:
         return self.ranks.first(evaluated, lambda: stop.requested)
 
     def is_new_best(self, loss: float) -> bool:
-        """Take note of an evaluation; it counts only once the target has reached the budget."""
+        """Whether an evaluation is the best so far; it counts only once the target has reached the budget."""
         made = self.pruner
         at_size = self.make_pruner is None if made is None else made.controller.target_size() <= made.limit
         if not at_size or not (self.best is None or loss < self.best.loss):
@@ -196,7 +196,7 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint of now: one process's, whatever the number of ranks, but for their random numbers."""
+        """Write a checkpoint, the one that a single process would write, with the random numbers of every rank."""
         self._check_finite(float(self.weights.sums.sum()))
         random = random_tensors(self.device, self.ranks)
         training = {**optimizer_tensors(self.weights.optimizer), **self.objective.tensors(), **random}
