@@ -132,7 +132,14 @@ def test_a_label_that_training_has_not_is_refused_with_its_line(tmp_path: Path) 
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    # as that of most decoders
+    unpadded = encoder(tmp_path / "unpadded")
+    about = unpadded / "tokenizer_config.json"
+    about.write_text(
+        json.dumps({key: value for key, value in json.loads(about.read_text()).items() if key != "pad_token"})
+    )
     cases = {
+        unpadded: "must have a padding token, but has none. Set its `pad_token`",
         encoder(tmp_path / "bare", tokenizer=False): "must come with a tokenizer, but .* does not",
         encoder(tmp_path / "other", labels=2): "must have 3 labels for rows.csv, but has 2",
     }

@@ -33,6 +33,7 @@ from rankwise.lab.tasks.pretrained import (
     PretrainedTask,
     check_share,
     load_config,
+    load_tokenizer,
 )  # fmt: skip
 
 CLASSIFIER = Head("AutoModelForSequenceClassification", "can classify texts")
@@ -266,7 +267,7 @@ def predict(model: nn.Module, examples: TokenizedTexts) -> tuple[np.ndarray[Any,
 
 
 def check_encoder(name: str | os.PathLike[str], task: LabelTask, max_length: int) -> None:
-    """Refuse a model that is not there, has a head for other labels, or takes no texts of `max_length` tokens."""
+    """Refuse a model that is not there, has a head for other labels, or cannot read batches of `max_length` tokens."""
     config = load_config(name)
     # a head that was trained for other labels would give answers that mean something else
     trained = any("ForSequenceClassification" in each for each in config.architectures or ())
@@ -276,6 +277,11 @@ def check_encoder(name: str | os.PathLike[str], task: LabelTask, max_length: int
             "Give a model without a head, or one that was fine-tuned for this task."
         )
     CLASSIFIER.check(config, name, max_length)
+    if load_tokenizer(name).pad_token_id is None:
+        raise RankwiseError(
+            f"The tokenizer of {name} must have a padding token, but has none. Set its `pad_token`, and `pad_token_id` "
+            "of the model's config, and save both again."
+        )
 
 
 def load_encoder(name: str | os.PathLike[str], task: LabelTask, *, seed: int | None = None) -> nn.Module:
