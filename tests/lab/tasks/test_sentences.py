@@ -90,8 +90,8 @@ BAD: dict[str, tuple[str, str]] = {
     "no rows": ("text,label\n", "must hold at least one row, but has none"),
     "empty": ("", "must hold at least one row, but has none"),
     "one class": ("text,label\nx,1\ny,1\n", "must have labels of 2 to 1,000 classes, but has 1. Add rows"),
-    "row cut short": ("text,label\nx,1\ny\n", "line 3: a row must have 2 fields, as the header has, but has 1"),
-    "no quotes": ("text,label\nx,1\ny, z,2\n", "line 3: a row must have 2 fields, as the header has, but has 3"),
+    "row cut short": ("text,label\nx,1\ny\n", "line 3: a row must have 2 fields, but has 1"),
+    "no quotes": ("text,label\nx,1\ny, z,2\n", "line 3: a row must have 2 fields, but has 3"),
     "no label": ("text,label\nx,1\ny,\n", "line 3: a row must have a label, but that is empty"),
 }
 

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # a byte-order mark at the start is no part of the text
         with path.open(encoding="utf-8-sig", newline="") as file:
             if suffix in DELIMITERS:
-                yield from _fields(path, csv.reader(file, delimiter=DELIMITERS[suffix], strict=True))
+                reader = csv.reader(file, delimiter=DELIMITERS[suffix], strict=True)
+                header = next(reader, [])
+                yield from by_column(path, header, ((reader.line_num, fields) for fields in reader if fields))
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -228,15 +230,17 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path} must be a table with a header, but is not: {error}.") from None
 
 
-def _fields(path: Path, reader: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    header: list[str] = next(reader, [])
-    for fields in filter(None, reader):
+def by_column(
+    path: Path, header: Sequence[str], lines: Iterable[tuple[int, Sequence[str]]]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """The fields of each line by their columns; refuses lines with more or fewer of them."""
+    for number, fields in lines:
         if len(fields) != len(header):
             raise DataError(
-                f"{path}, line {reader.line_num}: a row must have {len(header)} fields, as the header has, but has "
-                f"{len(fields)}. Mend the line; a text with a delimiter in it needs quotes."
+                f"{path}, line {number}: a row must have {len(header)} fields, but has {len(fields)}. "
+                "Mend or remove the line; in a CSV, a text with a comma needs quotes."
             )
-        yield reader.line_num, dict(zip(header, fields, strict=True))
+        yield number, dict(zip(header, fields, strict=True))
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
