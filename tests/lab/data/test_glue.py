@@ -132,7 +132,7 @@ def test_rows_decide_the_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "task, bad, message",
     [
-        ("mrpc", "one\ttwo\t1", "line 3: a row must have 4 fields with tabs between them, but has 3"),
+        ("mrpc", "one\ttwo\t1", "line 3: a row must have 4 fields, but has 3"),
         ("mrpc", row("mrpc", "2"), "line 3: the label must be one of 0, 1, but is '2'"),
         ("stsb", row("stsb", "5.1"), "line 3: the label must be a number of 0 to 5, but is '5.1'"),
         ("stsb", row("stsb", "high"), "line 3: the label must be a number of 0 to 5, but is 'high'"),

@@ -28,7 +28,7 @@ def test_after_any_step_no_token_is_ahead_of_another_by_more_than_one(size, step
     windows = windows_of(size)
     n = len(windows.tokens)
     seen = Counter(token for step in range(steps) for token in windows.at(step)[1].flatten().tolist())
-    share = steps * windows.tokens_per_step / n
+    share = steps * windows.batch * windows.unroll / n
     assert {seen[token] for token in range(n)} <= {int(np.floor(share)), int(np.ceil(share))}
 
 

@@ -82,6 +82,15 @@ def test_streams_of_one_model_do_not_know_each_other() -> None:
     torch.testing.assert_close(second.feed(tokens_BT), want_BTV)
 
 
+def test_memory_that_is_never_read_takes_no_room() -> None:
+    """A folder from a stranger may ask for any length."""
+    model = transformer_xl(memory_length=10**12).eval()
+    stream, tokens_BT = open_stream(model), torch.randint(0, V, (1, 9))
+    want_BTV, _ = model(tokens_BT)
+    for t in range(9):
+        torch.testing.assert_close(stream.feed(tokens_BT[:, t : t + 1]), want_BTV[:, t : t + 1])
+
+
 def test_attention_dropout_is_drawn_without_gradients_too() -> None:
     torch.manual_seed(0)
     model = transformer_xl(dropout=0.0, attention_dropout=0.5).train()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.lab.tasks.pretrained import ExampleObjective, Examples
+from rankwise.lab.tasks.examples import ExampleObjective, Examples
 from rankwise.lab.training import Outcome, TuningConfig, fit
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.budget import Budget
 from rankwise.errors import BudgetError
-from rankwise.lab.tasks.pretrained import ExampleObjective
-from rankwise.lab.training import Progress, TuningConfig
+from rankwise.lab.tasks.examples import ExampleObjective
+from rankwise.lab.training import TuningConfig, fit
 from rankwise.lab.training.records import RunFolder
 from rankwise.lab.training.snapshots import Snapshots
-from tests.lab.tasks.example_toys import tune
+from tests.lab.tasks.example_toys import Tuned, tune
+from tests.lab.training.training_toys import At, KillError, kill
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* of the gates had not decided")
 
@@ -33,6 +35,10 @@ class Line:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def double(self) -> Line:
+        self.x, self.y = self.x.double(), self.y.double()
+        return self
 
     def batches(self, batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
@@ -79,27 +85,14 @@ def test_the_number_of_steps_is_the_one_asked_for(changes: dict[str, Any], steps
     assert tune(model(), Line(), settings, loss, tmp_path).record["steps"] == settings.steps(64) == steps
 
 
-class StopError(Exception):
-    """As good as a kill: nothing of the run's own code comes after it."""
-
-
-class StopAt(Progress):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def advance(self, step: int) -> None:
-        if step == self.step:
-            raise StopError
-
-
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Wherever it is killed: within an epoch of four batches, at its end, before and after a checkpoint."""
     settings = config(checkpoint_every=3)
     whole, killed = model(), model()
     tune(whole, Line(), settings, loss, tmp_path / "whole")
     for step in (1, 4, 5, 7, 8, 13, 39, 40):
-        with pytest.raises(StopError):
-            tune(model(), Line(), settings, loss, tmp_path / "killed", progress=StopAt(step))
+        with pytest.raises(KillError):
+            tune(model(), Line(), settings, loss, tmp_path / "killed", progress=At(step, kill))
     tune(killed, Line(), settings, loss, tmp_path / "killed")
     assert torch.equal(weights(whole), weights(killed))
 
@@ -112,6 +105,19 @@ def test_every_epoch_has_every_example_once_in_another_order() -> None:
     assert not torch.equal(epochs[0], epochs[1])
     # a batch depends on the step alone
     assert torch.equal(objective.batch(6)[0]["x"], epochs[1][32:48])
+
+
+def test_parts_of_a_batch_are_one_batch_however_short_it_is(tmp_path: Path) -> None:
+    # the last batches of the epochs have 6 rows and 1
+    for number in (22, 17):
+        found = []
+        for parts in (1, 4):
+            settings = config(clip=None).counted(number, precision="no", device="cpu", seed=0)
+            trained = model().double()
+            lines, folder = Line(number).double(), tmp_path / f"{number}-{parts}"
+            fit(trained, Tuned(lines, loss), replace(settings, accumulate=parts), folder)
+            found.append((weights(trained), [line["loss"] for line in RunFolder(folder).lines()]))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
 def test_the_learning_rate_rises_and_falls_to_zero() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.errors import DataError
-from rankwise.lab.tasks.healing import HELD_OUT, HealingText, HealingWindows, check_known, read_healing_text
+from rankwise.lab.tasks.examples import TokenWindows
+from rankwise.lab.tasks.healing import HELD_OUT, HealingText, check_known, read_healing_text
 
 BOS = SpecialTokens(before=(0,))
 
@@ -67,7 +68,7 @@ def test_texts_of_their_own_are_held_out_if_they_are_given(tmp_path: Path) -> No
 @given(number=st.integers(1, 40), size=st.integers(1, 8), seed=st.integers(0, 2**64))
 def test_an_epoch_has_full_batches_of_different_windows(number: int, size: int, seed: int) -> None:
     size = min(size, number)
-    windows = HealingWindows(torch.arange(number)[:, None], size, ["input_ids"])
+    windows = TokenWindows(torch.arange(number)[:, None], ["input_ids"], multiple=size)
     batches = [batch["input_ids"].flatten().tolist() for batch in windows.batches(size, seed)]
     assert [len(batch) for batch in batches] == [size] * (number // size)
     seen = [place for batch in batches for place in batch]

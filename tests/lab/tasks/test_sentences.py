@@ -90,7 +90,9 @@ BAD: dict[str, tuple[str, str]] = {
     "no rows": ("text,label\n", "must hold at least one row, but has none"),
     "empty": ("", "must hold at least one row, but has none"),
     "one class": ("text,label\nx,1\ny,1\n", "must have labels of 2 to 1,000 classes, but has 1. Add rows"),
-    "row cut short": ("text,label\nx,1\ny\n", "line 3: a row must have the column 'label'"),
+    "row cut short": ("text,label\nx,1\ny\n", "line 3: a row must have 2 fields, but has 1"),
+    "no quotes": ("text,label\nx,1\ny, z,2\n", "line 3: a row must have 2 fields, but has 3"),
+    "no label": ("text,label\nx,1\ny,\n", "line 3: a row must have a label, but that is empty"),
 }
 
 
@@ -130,7 +132,14 @@ def test_a_label_that_training_has_not_is_refused_with_its_line(tmp_path: Path) 
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    # as that of most decoders
+    unpadded = encoder(tmp_path / "unpadded")
+    about = unpadded / "tokenizer_config.json"
+    about.write_text(
+        json.dumps({key: value for key, value in json.loads(about.read_text()).items() if key != "pad_token"})
+    )
     cases = {
+        unpadded: "must have a padding token, but has none. Set its `pad_token`",
         encoder(tmp_path / "bare", tokenizer=False): "must come with a tokenizer, but .* does not",
         encoder(tmp_path / "other", labels=2): "must have 3 labels for rows.csv, but has 2",
     }

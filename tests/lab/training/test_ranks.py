@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 import rankwise.lab.training.watchdog as watchdog
 from rankwise.errors import RankwiseError
 from rankwise.lab.tasks.language import StreamObjective
-from rankwise.lab.training import Interrupted, Outcome, Progress
+from rankwise.lab.training import Interrupted, Outcome
 from rankwise.lab.training.ranks import FirstRankError, own_ranks
 from rankwise.lab.training.records import RunFolder
-from tests.lab.training.training_toys import CONFIG, run
+from tests.lab.training.training_toys import CONFIG, At, KillError, kill, run
 from tests.ranks import run_ranks, run_ranks_once
 
 PRELOAD = ("tests.lab.training.training_toys",)
@@ -48,24 +48,31 @@ def assert_close(found: States, expected: States) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-class At(Progress):
-    """Does something after a step."""
-
-    def __init__(self, step: int, event: Any) -> None:
-        self.step, self.event = step, event
-
-    def advance(self, step: int) -> None:
-        if step == self.step:
-            self.event()
+def last_process() -> int:
+    return int(own_ranks().gather(torch.tensor(os.getpid()))[-1])
 
 
 def stop_last_rank(folder: Path, step: int, **more: Any) -> int:
     """Let a scheduler stop the last rank after a step; the signal that this rank has stopped by."""
-    pids = [int(pid) for pid in own_ranks().gather(torch.tensor(os.getpid()))]
-    at = At(step, lambda: os.kill(pids[-1], signal.SIGTERM))
+    last = last_process()
+    at = At(step, lambda: os.kill(last, signal.SIGTERM))
     with pytest.raises(Interrupted, match="Stopped after step") as stopped:
         train("sru", "flop-l0", folder, progress=at, **more)
     return stopped.value.signal
+
+
+class StoppedWhileEvaluating(StreamObjective):
+    """A scheduler stops the last rank in an evaluation that takes long."""
+
+    last: int
+
+    def evaluate(self, check: Any) -> float:
+        os.kill(self.last, signal.SIGTERM)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            check()
+            time.sleep(0.01)
+        raise AssertionError("the request was not heard")
 
 
 class Spoiled(StreamObjective):
@@ -94,6 +101,12 @@ def on_two(rank: int, count: int, folder: Path, alone: Path) -> dict[str, Any]:
     found["whole"] = states_of(train("sru", "flop-l0", folder / "whole", dropout=0.2))
     for step in (2, 7, 10):
         found["signals"].append(stop_last_rank(folder / "stopped", step, dropout=0.2))
+    with pytest.MonkeyPatch.context() as patch:
+        StoppedWhileEvaluating.last = last_process()
+        patch.setattr("rankwise.lab.tasks.language.StreamObjective", StoppedWhileEvaluating)
+        with pytest.raises(Interrupted, match="Stopped after step 12 of 12") as stopped:
+            train("sru", "flop-l0", folder / "stopped", dropout=0.2)
+    found["signals"].append(stopped.value.signal)
     found["resumed"] = states_of(train("sru", "flop-l0", folder / "stopped", dropout=0.2))
     found["signals"].append(stop_last_rank(folder / "for-one", 6))
     found["from-one"] = states_of(train("sru", "flop-l0", alone))
@@ -109,18 +122,11 @@ def on_two(rank: int, count: int, folder: Path, alone: Path) -> dict[str, Any]:
     return found
 
 
-def stop_at(step: int) -> Progress:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    return At(step, stop)
-
-
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     alone = tmp_path_factory.mktemp("one") / "run"
-    with pytest.raises(KeyboardInterrupt):
-        train("sru", "flop-l0", alone, progress=stop_at(8))
+    with pytest.raises(KillError):
+        train("sru", "flop-l0", alone, progress=At(8, kill))
     return run_ranks_once(tmp_path_factory, "loop", on_two, 2, alone, preload=PRELOAD)
 
 
@@ -141,7 +147,7 @@ def test_two_processes_give_what_one_gives(kind: str, method: str | None, two: A
 def test_a_run_that_one_rank_was_stopped_in_goes_on_bit_for_bit(two: Any) -> None:
     ranks, folder = two
     for found in ranks:
-        assert found["signals"] == [signal.SIGTERM] * 4
+        assert found["signals"] == [signal.SIGTERM] * 5
         assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["whole"].items())
     timed = ("seconds", "tokens_per_second")
     one, other = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from rankwise.errors import CheckpointError
 from rankwise.files import CHECKSUM, sealed
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
 from tests.flips import flipped
-from tests.lab.training.test_training_resume import At, KillError, assert_same, kill
-from tests.lab.training.training_toys import run
+from tests.lab.training.test_training_resume import assert_same
+from tests.lab.training.training_toys import At, KillError, kill, run
 
 FILES = ["checkpoint.json", "model.safetensors", "training.safetensors"]
 FLIPS = 150
@@ -53,6 +54,16 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name: str, checkpoint: Chec
     # white space in `checkpoint.json` means nothing
     assert loaded == 0 or name == "checkpoint.json"
     assert same(checkpoints.load(4), checkpoint)
+
+
+def test_as_many_steps_are_kept_as_asked_for_and_the_best(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    # step 3 is stopped before its evaluation, which is done when the run goes on
+    saved = [(1, True), (2, True), (3, False), (3, True), (4, True)]
+    kept = [[1], [1, 2], [1, 2, 3], [1, 2, 3], [1, 3, 4]]
+    for (step, evaluated), steps in zip(saved, kept, strict=True):
+        checkpoints.save(replace(checkpoint, step=step, evaluated=evaluated), best=1)
+        assert [number for number, _ in checkpoints.steps()] == steps
 
 
 @pytest.mark.parametrize("name", FILES)

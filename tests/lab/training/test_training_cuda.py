@@ -41,19 +41,19 @@ def test_a_graph_trains_the_weights_that_single_commands_train(
     kind: str, method: str | None, distill: float, tmp_path: Path
 ) -> None:
     graphed, plain = (start(tmp_path / name, kind, method, replace(GPU, distill=distill)) for name in "ab")
-    assert graphed.graphs is not None
-    plain.graphs = None
+    assert graphed.weights.graphs is not None
+    plain.weights.graphs = None
     replays = 0
     for _ in range(30):
         graphed.train_step()
         plain.train_step()
-        replays += len(graphed.graphs.recorded)
+        replays += len(graphed.weights.graphs.recorded)
     assert replays > 5
     if method in ("flop-l0", "flop-agp"):
         # closed components were dropped after step 20, and steps recorded anew
         assert graphed.pruner is not None and graphed.pruner.controller.is_narrowed
-        assert graphed.graphs.recorded
-    assert torch.isfinite(graphed.sums).all()
+        assert graphed.weights.graphs.recorded
+    assert torch.isfinite(graphed.weights.sums).all()
     for (name, got), want in zip(graphed.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3, msg=name)
 

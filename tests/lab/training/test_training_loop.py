@@ -155,8 +155,8 @@ def test_training_carries_its_state_for_ever_and_evaluation_starts_from_none(tmp
     assert evaluations == list(range(windows)) * (DENSE.steps // DENSE.eval_every)
 
 
-@pytest.mark.parametrize("every, parts", [(1, 1), (3, 1), (3, 4), (4, 2), (7, 2)])
-def test_streams_take_turns_to_begin_anew(every: int, parts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every, parts", [(1, 1), (3, 1), (3, 4), (4, 2), (7, 2), (None, 1)])
+def test_streams_take_turns_to_begin_anew(every: int | None, parts: int, tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     model = make_model("sru", len(corpus.vocabulary))
     empty: list[Tensor] = []
@@ -167,7 +167,10 @@ def test_streams_take_turns_to_begin_anew(every: int, parts: int, tmp_path: Path
             empty.append(torch.ones(len(tokens)).bool() if state is None else (state == 0).all(2).all(0))
 
     model.register_forward_pre_hook(look)  # type: ignore[arg-type]
-    fit(model, Streams(corpus), dataclasses.replace(DENSE, reset_every=every, accumulate=parts), tmp_path / "run")
+    # a single window, where all of the text would be two
+    config = dataclasses.replace(DENSE, reset_every=every, accumulate=parts, eval_tokens=5)
+    fit(model, Streams(corpus), config, tmp_path / "run")
+    every = every or len(config.evaluation(corpus.valid))
     empty_SB = torch.cat(empty).view(DENSE.steps, DENSE.batch_size)
     assert empty_SB[0].all()
     for stream in range(DENSE.batch_size):

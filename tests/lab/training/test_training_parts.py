@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankwise.lab.data.windows import IGNORED, Evaluation
 from rankwise.lab.tasks.language import LanguageModel, evaluate
 from rankwise.lab.tasks.states import carry, shape_of
-from rankwise.lab.training.config import SCHEDULES, constant, cosine, inverse_sqrt
+from rankwise.lab.training.config import SCHEDULES, lr_factor
 from tests.lab.training.training_toys import CONFIG, make_model
 
 steps = st.integers(1, 10_000)
@@ -34,25 +34,25 @@ def test_an_evaluation_leaves_every_module_in_its_mode(training: bool) -> None:
 
 @given(k=steps, w=steps)
 def test_inverse_sqrt_is_the_papers_up_to_its_peak(k: int, w: int) -> None:
-    assert inverse_sqrt(k, w, 1) == pytest.approx(min(k**-0.5, k / w**1.5) * w**0.5)
+    assert lr_factor("inverse-sqrt", k, w, 1) == pytest.approx(min(k**-0.5, k / w**1.5) * w**0.5)
 
 
 @given(w=st.integers(0, 100), n=st.integers(1, 10_000))
 def test_cosine_rises_to_one_and_falls_to_zero(w: int, n: int) -> None:
     n += w
-    assert cosine(n, w, n) == pytest.approx(0, abs=1e-12)
+    assert lr_factor("cosine", n, w, n) == pytest.approx(0, abs=1e-12)
     if w:
-        assert cosine(w, w, n) == 1
-        assert cosine(1, w, n) == 1 / w
+        assert lr_factor("cosine", w, w, n) == 1
+        assert lr_factor("cosine", 1, w, n) == 1 / w
     middle = w + (n - w) // 2
     if (n - w) % 2 == 0:
-        assert cosine(middle, w, n) == pytest.approx(0.5)
+        assert lr_factor("cosine", middle, w, n) == pytest.approx(0.5)
 
 
 @given(k=steps, w=st.integers(0, 100), name=st.sampled_from(sorted(SCHEDULES)))
 def test_no_schedule_leaves_the_range_from_zero_to_its_peak(k: int, w: int, name: str) -> None:
-    assert 0 <= SCHEDULES[name](k, w, 20_000) <= 1
-    assert constant(k, w, 1) == min(1, k / max(w, 1))
+    assert 0 <= lr_factor(name, k, w, 20_000) <= 1
+    assert lr_factor("constant", k, w, 1) == min(1, k / max(w, 1))
 
 
 def test_a_schedule_may_begin_anew_with_pruning() -> None:

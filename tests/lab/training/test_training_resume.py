@@ -19,28 +19,9 @@ from rankwise.errors import CheckpointError
 from rankwise.lab.training import Interrupted, Outcome, Progress
 from rankwise.lab.training.records import RunFolder
 from tests.lab.training import training_toys
-from tests.lab.training.training_toys import CONFIG, make_corpus, make_model, run
+from tests.lab.training.training_toys import CONFIG, At, KillError, kill, make_corpus, make_model, run
 
 TIMED = ("seconds", "tokens_per_second")
-
-
-class KillError(Exception):
-    """In this process, as good as a kill: nothing of the run's own code comes after it."""
-
-
-class At(Progress):
-    """Something happens when a step was taken, before anything of it is written."""
-
-    def __init__(self, step: int, event: Any) -> None:
-        self.step, self.event = step, event
-
-    def advance(self, step: int) -> None:
-        if step == self.step:
-            self.event()
-
-
-def kill() -> None:
-    raise KillError
 
 
 def press_ctrl_c() -> None:

@@ -124,17 +124,27 @@ def run(
         )
 
 
-def _kill(*args: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+class KillError(Exception):
+    """In this process, as good as a kill: nothing of the run's own code comes after it."""
 
 
-class _Killer(Progress):
-    def __init__(self, step: int) -> None:
-        self.step = step
+def kill() -> None:
+    raise KillError
+
+
+class At(Progress):
+    """Something happens when a step was taken, before anything of it is written."""
+
+    def __init__(self, step: int, event: Any) -> None:
+        self.step, self.event = step, event
 
     def advance(self, step: int) -> None:
         if step == self.step:
-            _kill()
+            self.event()
+
+
+def _kill(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(kind: str, method: str, folder: str, event: str = "") -> None:
@@ -142,7 +152,7 @@ def main(kind: str, method: str, folder: str, event: str = "") -> None:
     progress = None
     what, _, number = event.partition("=")
     if what == "step":
-        progress = _Killer(int(number))
+        progress = At(int(number), _kill)
     elif what == "write":
         # dies between writing the tensors and giving the folder its name
         import rankwise.lab.training.checkpoint as checkpoint

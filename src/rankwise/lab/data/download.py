@@ -163,7 +163,7 @@ class _ProgressBar:
 
 
 LARGEST_RATIO = 50
-"""Bytes of text for every byte of an archive, at most."""
+"""Bytes of text for every byte of an archive, at most: far less than in one that was made to fill a disk."""
 
 
 class DamagedError(DataError):
@@ -179,7 +179,8 @@ def unpack(archive: Path, published: Published, folder: Path) -> None:
             if missing:
                 raise DamagedError(f"{archive} must hold {missing[0]}, but does not. {REMEDY}")
             # no more is unpacked of a member than the archive says it holds
-            size, most = sum(packed.getinfo(members[name]).file_size for name in published.files), _most(archive)
+            size = sum(packed.getinfo(members[name]).file_size for name in published.files)
+            most = LARGEST_RATIO * archive.stat().st_size + 1024 * 1024
             if size > most:
                 raise DamagedError(f"{archive} must unpack to at most {most:,} bytes, but has {size:,}. {REMEDY}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -192,11 +193,6 @@ def unpack(archive: Path, published: Published, folder: Path) -> None:
             f"{archive} must be unpacked into {folder}, but that failed: {reason(error)}. "
             "Free some space or choose another folder."
         ) from error
-
-
-def _most(archive: Path) -> int:
-    """The bytes that an archive may unpack to: more than text does, far less than what was made to fill a disk."""
-    return LARGEST_RATIO * archive.stat().st_size + 1024 * 1024
 
 
 def _unpack_file(packed: zipfile.ZipFile, member: str, path: Path, digest: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rankwise.errors import DataError, nearest
 from rankwise.files import cache_folder, reason
 from rankwise.lab.data.download import REMEDY, Published, download, fetch
-from rankwise.lab.data.rows import Dataset, Row, Rows, Task, numbered
+from rankwise.lab.data.rows import Dataset, Row, Rows, Task, by_column, numbered
 from rankwise.lab.data.vocabulary import Progress, unreadable
 
 HOME = "https://dl.fbaipublicfiles.com"
@@ -156,13 +156,8 @@ def read_rows(path: Path, task: Task) -> Rows:
             f"{path}, line 1: the columns of {task.title} must include {missing[0]!r}, but are {', '.join(header)}."
         )
     table: list[Row] = []
-    for number, fields in lines:
-        if len(fields) != len(header):
-            raise DataError(
-                f"{path}, line {number}: a row must have {len(header)} fields with tabs between them, but has "
-                f"{len(fields)}. Mend or remove the line."
-            )
-        *texts, label = (fields[header.index(name)] for name in wanted)
+    for number, row in by_column(path, header, lines):
+        *texts, label = (row[name] for name in wanted)
         table.append((number, tuple(texts), label))
     return numbered(path, table, task.labels, task.limits)
 

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,6 +201,8 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         for text in texts:
             if not isinstance(text, str):
                 raise DataError(f"{path}, line {number}: a text must be a string, but is {text!r} instead.")
+        if not str(label).strip():
+            raise DataError(f"{path}, line {number}: a row must have a label, but that is empty. Remove the row.")
         yield number, tuple(texts), str(label).strip()
 
 
@@ -213,9 +215,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # a byte-order mark at the start is no part of the text
         with path.open(encoding="utf-8-sig", newline="") as file:
             if suffix in DELIMITERS:
-                reader = csv.DictReader(file, delimiter=DELIMITERS[suffix], strict=True)
-                for row in reader:
-                    yield reader.line_num, {name: value for name, value in row.items() if name is not None}
+                reader = csv.reader(file, delimiter=DELIMITERS[suffix], strict=True)
+                header = next(reader, [])
+                yield from by_column(path, header, ((reader.line_num, fields) for fields in reader if fields))
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -226,6 +228,19 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path} must be UTF-8, but is not: {error}.") from None
     except csv.Error as error:
         raise DataError(f"{path} must be a table with a header, but is not: {error}.") from None
+
+
+def by_column(
+    path: Path, header: Sequence[str], lines: Iterable[tuple[int, Sequence[str]]]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """The fields of each line by their columns; refuses lines with more or fewer of them."""
+    for number, fields in lines:
+        if len(fields) != len(header):
+            raise DataError(
+                f"{path}, line {number}: a row must have {len(header)} fields, but has {len(fields)}. "
+                "Mend or remove the line; in a CSV, a text with a comma needs quotes."
+            )
+        yield number, dict(zip(header, fields, strict=True))
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def _found(tree: ast.Module | None) -> Iterator[str]:
 
 
 def _parsed(path: Path) -> ast.Module | None:
-    """A file that cannot be read or parsed has nothing to say."""
+    """The syntax tree of a file; None if it cannot be read or parsed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

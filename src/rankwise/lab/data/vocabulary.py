@@ -265,7 +265,7 @@ def by_frequency(
     """The vocabulary, and the final number of every provisional one.
 
     Words are those that the training text has `min_count` times; all others are `<unk>`. Characters and bytes are
-    those of the whole text, so that every one of them has its price in bits. Equally frequent tokens stand in the
+    those of the whole text, so that each of them can be predicted. Equally frequent tokens stand in the
     order of their bytes: the result does not depend on how the text was cut into blocks.
     """
     chosen = train_counts >= min_count if kind == "word" else all_counts > 0

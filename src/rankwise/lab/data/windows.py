@@ -47,10 +47,6 @@ class Windows:
         turn = int.from_bytes(hashlib.sha256(f"windows {seed}".encode()).digest()[:8], "little") % len(tokens)
         self._starts_B = turn + np.arange(batch, dtype=np.int64) * len(tokens) // batch
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.unroll
-
     def share(self, places: range) -> Windows:
         """Some of the streams, as they stand among all."""
         own = copy.copy(self)

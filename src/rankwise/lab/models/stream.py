@@ -88,7 +88,8 @@ class _TransformerXLStream(Stream):
 
     def _distances(self, size_S: int, x_BTD: Tensor) -> list[Tensor]:
         if not self.distances or len(self.distances[0]) < size_S + 1:
-            largest = max(size_S, self.model.config.memory_length + x_BTD.shape[1])
+            # twice as many, so that they are computed anew only now and then
+            largest = min(2 * size_S, self.model.config.memory_length + x_BTD.shape[1])
             sinusoid_LD = self.model.sinusoid(torch.arange(largest, -1, -1), x_BTD.dtype)
             self.distances = [layer.attention.position(sinusoid_LD) for layer in self.model.layers]  # type: ignore[union-attr, operator]
         return [r_LA[-(size_S + 1) :] for r_LA in self.distances]

@@ -21,9 +21,9 @@ from rankwise.core.plan import LeftOut, Plan, check_not_empty
 from rankwise.deploy.inputs import encoder, is_decoder, special_tokens
 from rankwise.errors import DataError, RankwiseError
 from rankwise.lab.data.vocabulary import Progress, unreadable
+from rankwise.lab.tasks.examples import TokenWindows
 from rankwise.lab.tasks.language import perplexity
 from rankwise.lab.tasks.pretrained import (
-    Batch,
     Head,
     KnownModel,
     PretrainedExperiment,
@@ -110,7 +110,7 @@ class CausalExperiment(PretrainedExperiment):
             raise DataError(
                 f"{self.text} must hold at least a window of {length} tokens to train on, and 2 tokens in each share "
                 f"that is held out ({self.held_out:g}), but has {len(numbers):,} tokens. "
-                "Give more text, or a smaller --model.max_length."
+                "Give more text, a larger --held_out or a smaller --model.max_length."
             )
         return TokenizedText(
             name=Path(self.text).name,
@@ -127,28 +127,12 @@ class CausalExperiment(PretrainedExperiment):
         return replace(self, text=None)
 
 
-class TextWindows:
-    """Training windows, each of which is an example."""
-
-    def __init__(self, windows_NT: Tensor) -> None:
-        self.windows_NT = windows_NT
-
-    def __len__(self) -> int:
-        return len(self.windows_NT)
-
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed % 2**63))
-        for start in range(0, len(order), batch_size):
-            tokens = self.windows_NT[order[start : start + batch_size].to(self.windows_NT.device)]
-            yield {"input_ids": tokens, "labels": tokens}
-
-
 class CausalTask(PretrainedTask[CausalExperiment, TokenizedText]):
     """A decoder that predicts the next token."""
 
     @cached_property
-    def train(self) -> TextWindows:
-        return TextWindows(self.data.train.to(self.device))
+    def train(self) -> TokenWindows:
+        return TokenWindows(self.data.train.to(self.device), ("input_ids", "labels"))
 
     def open(self, name: str | os.PathLike[str]) -> nn.Module:
         return DECODER.load(name)

@@ -21,7 +21,7 @@ from rankwise.deploy.documents import SpecialTokens
 from rankwise.deploy.inputs import ERROR, LARGEST, Calibration, KeptBack, text_windows
 from rankwise.distill import Distillation, distillation_loss
 from rankwise.errors import DataError
-from rankwise.lab.tasks.pretrained import Batch, ExampleObjective
+from rankwise.lab.tasks.examples import ExampleObjective, TokenWindows
 from rankwise.lab.training.config import LoopConfig
 
 HELD_OUT = 32
@@ -66,7 +66,7 @@ def read_healing_text(
     window: int,
     special: SpecialTokens,
 ) -> HealingText:
-    """As many windows of the texts as are needed, each text by its share, and those that are held out.
+    """Windows to train on, from each text by its size, and windows that are held out.
 
     Args:
         valid: texts to hold out instead of the ends of `texts`.
@@ -119,22 +119,6 @@ def check_known(text: HealingText, unknown: int | None, token: str | None, words
     documents.check_known(tokens, unknown, token, TEXT, text.name)
 
 
-class HealingWindows:
-    """Training windows in full batches; what is left over differs from epoch to epoch."""
-
-    def __init__(self, windows_NT: Tensor, batch_size: int, inputs: Sequence[str]) -> None:
-        self.windows_NT, self.inputs = windows_NT, inputs
-        self.number = len(windows_NT) // batch_size * batch_size
-
-    def __len__(self) -> int:
-        return self.number
-
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        order = torch.randperm(len(self.windows_NT), generator=torch.Generator().manual_seed(seed % 2**63))
-        for chosen in torch.split(order[: self.number], batch_size):
-            yield dict.fromkeys(self.inputs, self.windows_NT[chosen])
-
-
 @dataclass(frozen=True, eq=False)
 class HealingTask:
     """A text as the loop sees it."""
@@ -170,7 +154,8 @@ class HealingObjective(ExampleObjective):
     def __init__(
         self, task: HealingTask, model: nn.Module, config: LoopConfig, device: torch.device, teacher: nn.Module
     ) -> None:
-        windows = HealingWindows(task.text.train_NT, config.batch_size, task.inputs)
+        # full batches alone
+        windows = TokenWindows(task.text.train_NT, task.inputs, multiple=config.batch_size)
         super().__init__(model, windows, config, device, distillation_loss(teacher.to(device), task.distillation))
         self.task = task
 

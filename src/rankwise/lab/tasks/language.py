@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether windows that are `sorted` by their words lead to the same work on a GPU, whatever those are."""
+        """Whether all windows have the same shapes once they are `sorted`, whatever their words."""
         return self.adaptive is None or isinstance(self.model, SRULanguageModel)
 
     @property
@@ -59,12 +59,12 @@ class LanguageModel(nn.Module):
         return next(self.model.parameters()).device
 
     def empty(self, state: State | None, stream: int) -> None:
-        """Empty a stream's part of a recurrent state; a memory, which other models carry, is short, and stays."""
+        """Empty a stream's part of a recurrent state; the memory that other models carry is short, and is kept."""
         if isinstance(self.model, SRULanguageModel) and isinstance(state, Tensor):
             state[:, stream] = 0
 
     def sorted(self, tokens_BT: Tensor, targets_BT: Tensor, room: Sequence[int]) -> tuple[Words, Words]:
-        """Both in shapes that depend on `room`, the places of each cluster, alone; all targets must count."""
+        """Both in shapes that depend only on `room`, the places of each cluster; all targets must count."""
         if not isinstance(self.model, SRULanguageModel) or self.adaptive is None:
             return tokens_BT, targets_BT
         config = self.adaptive.config
@@ -212,8 +212,7 @@ class StreamObjective(Objective):
                 f"{'without one' if teacher is None else 'with one'}. Give both, or neither."
             )
         self.valid = config.evaluation(corpus.valid)
-        as_evaluated = len(Evaluation(corpus.valid, unroll=config.window))
-        self.reset_every = as_evaluated if config.reset_every is None else config.reset_every
+        self.reset_every = len(self.valid) if config.reset_every is None else config.reset_every
         self.corpus = corpus
         super().__init__(model, config, device)
         self.streams = self.ranks.share(config.batch_size)

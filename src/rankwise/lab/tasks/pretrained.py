@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import SizeReport
@@ -24,8 +23,8 @@ from rankwise.distill import Distillation, distillation_loss
 from rankwise.errors import InvalidValueError, MissingPackageError, RankwiseError, first_line, install_extra
 from rankwise.hub import source_of
 from rankwise.lab.tasks.base import Calibration, D, Experiment, SavedModel, SizePreview, Task
+from rankwise.lab.tasks.examples import ExampleObjective, Examples, Loss
 from rankwise.lab.training.config import LoopConfig, TuningConfig, check_whole
-from rankwise.lab.training.objective import Objective
 from rankwise.methods.base import Method
 from rankwise.oneshot import sampled_loss
 from rankwise.sizes import Init
@@ -33,9 +32,6 @@ from rankwise.sizes import Init
 RAMP_STEPS = 1_000
 """The ramp of a method that is not yet fitted to a number of examples."""
 CALIBRATION_BATCH, SETTING = 32, "`model.name`"
-
-Batch = dict[str, Tensor]
-Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,57 +164,6 @@ def check_share(config: object, name: str, most: float) -> None:
     value = getattr(config, name)
     if not 0 <= value <= most:
         raise InvalidValueError(f"`{name}` must be a share of 0 to {most:g}, but is {value!r} instead.")
-
-
-class Examples(Protocol):
-    """What a model is tuned on."""
-
-    def __len__(self) -> int: ...
-
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        """One epoch, in an order that depends on `seed` alone."""
-
-
-class ExampleObjective(Objective):
-    """The loss of a model on batches of examples, epoch after epoch."""
-
-    def __init__(
-        self, model: nn.Module, examples: Examples, config: LoopConfig, device: torch.device, loss: Loss
-    ) -> None:
-        super().__init__(model, config, device)
-        self.examples, self.loss_of = examples, loss
-        self.per_epoch = -(-len(examples) // config.batch_size)
-        self._epoch: Iterator[Batch] = iter(())
-        self._next = -1
-        """The step whose batch is the next of the epoch."""
-        self._memory: dict[Hashable, list[Batch]] = {}
-
-    def batch(self, step: int) -> Sequence[Batch]:
-        epoch, place = divmod(step, self.per_epoch)
-        if step != self._next or place == 0:
-            seed = self.config.seed * 1_000_003 + epoch
-            self._epoch = islice(self.examples.batches(self.config.batch_size, seed), place, None)
-        self._next = step + 1
-        batch, self.share = self.ranks.rows(next(self._epoch), self.device)
-        parts = zip(*(tensor.chunk(self.config.accumulate) for tensor in batch.values()), strict=True)
-        return [dict(zip(batch, part, strict=True)) for part in parts]
-
-    def loss(self, part: Batch, index: int) -> tuple[Tensor, Tensor, None]:
-        value = self.loss_of(self.model, part)
-        return value, value.detach(), None
-
-    def can_record(self, pruning: bool) -> bool:
-        # gates open and close, and every change would need a graph of its own for every length
-        return not pruning
-
-    def fixed_batch(self, step: int) -> tuple[Sequence[Batch], Hashable]:
-        parts = self.batch(step)
-        key = tuple((name, tensor.shape, tensor.dtype) for part in parts for name, tensor in part.items())
-        memory = self._memory.setdefault(key, [{name: x.clone() for name, x in part.items()} for part in parts])
-        for there, here in zip(memory, parts, strict=True):
-            for name, tensor in here.items():
-                there[name].copy_(tensor)
-        return memory, key
 
 
 P = TypeVar("P", bound=PretrainedExperiment)

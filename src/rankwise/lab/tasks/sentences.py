@@ -1,7 +1,7 @@
 """Classification and regression of sentences, or pairs of them: the tasks of GLUE, and files of one's own.
 
 `rankwise run glue-mpnet --task mrpc` and `rankwise run sentences --data rows.csv --text_column text`. Texts are
-tokenized once and stay on the device; batches are of like length, in few shapes.
+tokenized once and stay on the device; the texts of a batch have similar lengths, and batches few shapes.
 
 Shapes: N = examples, B = batch, L = tokens of the longest example.
 """
@@ -33,6 +33,7 @@ from rankwise.lab.tasks.pretrained import (
     PretrainedTask,
     check_share,
     load_config,
+    load_tokenizer,
 )  # fmt: skip
 
 CLASSIFIER = Head("AutoModelForSequenceClassification", "can classify texts")
@@ -40,7 +41,7 @@ SPLIT_SEED = 0
 """Which rows are held out is the same for every seed of an experiment."""
 EVALUATION_BATCH = 64
 POOL = 50
-"""Batches whose examples are sorted by length together: enough that they are alike, and still in random company."""
+"""Batches whose examples are sorted by length together: enough for similar lengths in each, and still random."""
 MULTIPLE = 16
 """Lengths of batches are multiples of it, so that there are few."""
 
@@ -220,7 +221,7 @@ class SentenceTask(PretrainedTask[PretrainedExperiment, Splits]):
         return load_encoder(name, self.glue)
 
     def plan(self, model: nn.Module) -> Plan:
-        """The encoder's matrices. The head stays whole: it is small, and no answer can do without it."""
+        """The matrices of the encoder. The head, which is small, stays whole."""
         base = getattr(model, "base_model_prefix", "")
         heads = [name for name, part in model.named_children() if name != base and any(True for _ in part.parameters())]
         return find_plan(model, exclude=[*self.experiment.exclude, *heads])
@@ -266,7 +267,7 @@ def predict(model: nn.Module, examples: TokenizedTexts) -> tuple[np.ndarray[Any,
 
 
 def check_encoder(name: str | os.PathLike[str], task: LabelTask, max_length: int) -> None:
-    """Refuse a model that is not there, has a head for other labels, or takes no texts of `max_length` tokens."""
+    """Refuse a model that is not there, has a head for other labels, or cannot read batches of `max_length` tokens."""
     config = load_config(name)
     # a head that was trained for other labels would give answers that mean something else
     trained = any("ForSequenceClassification" in each for each in config.architectures or ())
@@ -276,6 +277,11 @@ def check_encoder(name: str | os.PathLike[str], task: LabelTask, max_length: int
             "Give a model without a head, or one that was fine-tuned for this task."
         )
     CLASSIFIER.check(config, name, max_length)
+    if load_tokenizer(name).pad_token_id is None:
+        raise RankwiseError(
+            f"The tokenizer of {name} must have a padding token, but has none. Set its `pad_token`, and `pad_token_id` "
+            "of the model's config, and save both again."
+        )
 
 
 def load_encoder(name: str | os.PathLike[str], task: LabelTask, *, seed: int | None = None) -> nn.Module:
@@ -319,7 +325,7 @@ class TokenizedTexts:
         return len(self.lengths)
 
     def batches(self, batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """One epoch: the order and the company of the examples are random, but those of a batch are of like length."""
+        """One epoch in random order, with examples of similar length in each batch."""
         generator = torch.Generator().manual_seed(seed % 2**63)
         order = torch.randperm(len(self), generator=generator).tolist()
         chunks = []

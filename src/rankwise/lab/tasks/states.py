@@ -16,7 +16,7 @@ streams are in the second dimension of a single tensor, and in the first of each
 
 
 def carry(before: State | None, after: State) -> State:
-    """`after`, cut off from the graph that made it: in the memory of `before`, where it fits in."""
+    """`after`, detached; in the memory of `before` if the shapes are the same."""
     if isinstance(after, Tensor):
         if not isinstance(before, Tensor) or before.shape != after.shape or before.dtype != after.dtype:
             return after.detach()

@@ -278,8 +278,9 @@ class StreamTask(Task[StreamExperiment, Corpus]):
         """Windows of training text, and the loss of what the model itself would answer to them."""
         text, window = self.data.train, self.experiment.training.window
         length = min(window, len(text))
-        starts = torch.linspace(0, len(text) - length, NUM_CALIBRATION_WINDOWS).long().tolist()
-        windows = torch.stack([torch.from_numpy(text[i : i + length].astype("int64")) for i in starts])
+        # in whole numbers: beyond 2^24, float32 has not all of them
+        starts = [i * (len(text) - length) // (NUM_CALIBRATION_WINDOWS - 1) for i in range(NUM_CALIBRATION_WINDOWS)]
+        windows = torch.stack([torch.from_numpy(text[start : start + length].astype("int64")) for start in starts])
         generator = torch.Generator().manual_seed(self.experiment.seed)
         batches = torch.split(windows.to(self.device), CALIBRATION_BATCH)
         return Calibration(batches, lambda output: loss_of_choices(output[0], generator))

@@ -78,11 +78,11 @@ class Checkpoints:
         target = self._path(checkpoint.step, checkpoint.evaluated)
         if not target.exists():
             self._write(checkpoint, target)
-        last = self.steps()[-self.keep :]
-        for step, evaluated in self.steps():
-            stale = not evaluated and (step, True) in last
-            if stale or ((step, evaluated) not in last and not (evaluated and step == best)):
-                self.remove(step, evaluated)
+        found = self.steps()
+        # the evaluated one takes the place of the other
+        of_steps = [(step, evaluated) for step, evaluated in found if evaluated or (step, True) not in found]
+        for saved in {*found} - {*of_steps[-self.keep :], (best, True)}:
+            self.remove(*saved)
 
     def load(self, step: int, evaluated: bool = True) -> Checkpoint:
         """Read a checkpoint; what is damaged is refused."""
@@ -217,7 +217,7 @@ def random_tensors(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def load_random(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks, seed: int, step: int) -> None:
-    """Restore what `random_tensors` returned; a rank that there was not before starts with numbers of its own."""
+    """Restore what `random_tensors` returned; a rank that did not exist then gets a seed of its own."""
     cpu, cuda = (_of_rank(name, ranks.rank) for name in ("random.cpu", "random.cuda"))
     if ranks.rank and cpu not in tensors:
         torch.manual_seed(ranks.seed(seed, step))

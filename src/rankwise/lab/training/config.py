@@ -25,36 +25,18 @@ NonFinite = Literal["stop", "skip"]
 
 # Learning rate schedules are factors on the peak: pure functions of the step k = 1, 2, ..., the number w of warm-up
 # steps and the number n of all steps. A resumed run needs no state of theirs.
-
-
-def inverse_sqrt(step: int, warmup_steps: int, num_steps: int) -> float:
-    """min(k^-1/2, k w^-3/2) w^1/2: up to 1 at k = w, then down with the root.  Paper: appendix (Noam)."""
-    w = max(warmup_steps, 1)
-    return min(step / w, math.sqrt(w / step))
-
-
-def cosine(step: int, warmup_steps: int, num_steps: int) -> float:
-    """k / w, then (1 + cos(pi (k - w) / (n - w))) / 2: down to 0 at the last step."""
-    if step <= warmup_steps:
-        return step / warmup_steps
-    return (1 + math.cos(math.pi * (step - warmup_steps) / (num_steps - warmup_steps))) / 2
-
-
-def constant(step: int, warmup_steps: int, num_steps: int) -> float:
-    """min(1, k / w)."""
-    return min(1.0, step / max(warmup_steps, 1))
-
-
-def linear(step: int, warmup_steps: int, num_steps: int) -> float:
-    """k / w, then (n - k) / (n - w): down to 0 at the last step."""
-    if step <= warmup_steps:
-        return step / warmup_steps
-    return (num_steps - step) / (num_steps - warmup_steps)
-
-
 SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
-    "inverse-sqrt": inverse_sqrt, "cosine": cosine, "constant": constant, "linear": linear,
-}  # fmt: skip
+    "inverse-sqrt": lambda k, w, n: math.sqrt(max(w, 1) / k),
+    "cosine": lambda k, w, n: (1 + math.cos(math.pi * (k - w) / (n - w))) / 2,
+    "constant": lambda k, w, n: 1.0,
+    "linear": lambda k, w, n: (n - k) / (n - w),
+}
+"""What comes after the warm-up."""
+
+
+def lr_factor(schedule: Schedule, step: int, warmup_steps: int, num_steps: int) -> float:
+    """k / w up to the peak at k = w; then, by "inverse-sqrt", k^-1/2 w^1/2.  Paper: appendix (Noam)."""
+    return step / warmup_steps if step <= warmup_steps else SCHEDULES[schedule](step, warmup_steps, num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +122,7 @@ class LoopConfig:
         first, last = 0, self.steps
         if self.restart_schedule and self.dense_steps:
             first, last = (self.dense_steps, self.steps) if pruning else (0, self.dense_steps)
-        return self.lr * SCHEDULES[self.schedule](step - first, self.warmup_steps, last - first)
+        return self.lr * lr_factor(self.schedule, step - first, self.warmup_steps, last - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +135,10 @@ class TrainingConfig(LoopConfig):
     window: int
     """Tokens that each stream reads in one step; gradients go no further back."""
     reset_every: int | None = None
-    """Steps after which a stream begins with an empty recurrent state again, streams taking turns; 0: never. None: as
-    many as evaluation takes for a stream, which begins with an empty state: a model that has seen none for long answers
-    poorly from it."""
+    """The recurrent state of a stream is emptied after so many steps, streams taking turns; 0: never. None: as many as
+    an evaluation takes. It starts from an empty state, and a model that has seen none for long predicts poorly."""
     distill: float = 0.0
-    """Share of the loss that asks for a teacher's answers in place of the text's own."""
+    """The weight of a teacher's answers in the loss, from 0 to 1; the text itself has the rest."""
     eval_every: int = 1_000
     """Steps between evaluations on the validation text. The ends of both phases are evaluated in any case."""
     eval_tokens: int | None = None

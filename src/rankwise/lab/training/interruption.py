@@ -21,17 +21,21 @@ class Interrupted(KeyboardInterrupt):
 class Stop:
     """Remembers that a stop was asked for."""
 
-    requested: int | None = None
-    """The signal."""
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.requested: int | None = None
+        """The signal."""
 
     def check(self) -> None:
-        """Raise where a stop was asked for: called where nothing is half-done."""
+        """Raise where a stop was asked for, of this rank or of one that waits for it."""
+        if self.requested is None:
+            self.requested = self.ranks.signalled()
         if self.requested is not None:
             raise Interrupted
 
-    def agree(self, ranks: Ranks) -> None:
+    def agree(self) -> None:
         """Raise on all ranks where one was asked to stop, so that all stop at the same step."""
-        asked = ranks.largest(self.requested or 0)
+        asked = self.ranks.largest(self.requested or 0)
         if asked:
             # and if not: a signal that has come meanwhile is for the next step
             self.requested = asked
@@ -44,7 +48,7 @@ def interruption(ranks: Ranks) -> Iterator[Stop]:
 
     To one of several processes a launcher repeats the signal that it gets, so that a second one means nothing.
     """
-    stop = Stop()
+    stop = Stop(ranks)
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.requested is not None and ranks.count == 1:

@@ -117,16 +117,17 @@ def _fit(run: Run, trackers: Sequence[str], progress: Progress, after_step: Call
 
 
 class _Clock:
-    """Time that passed, and steps that were taken in it."""
+    """When the run began, as if it had never stopped; and when, and after which step, the last line was written."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.then = step, time.perf_counter()
+    def __init__(self, run: Run) -> None:
+        self.line, self.step = time.perf_counter(), run.step
+        self.began = self.line - run.seconds
 
     def lap(self, step: int) -> tuple[float, int]:
-        """Seconds and steps since the last lap."""
+        """Seconds and steps since the last line."""
         now = time.perf_counter()
-        passed = now - self.then, step - self.step
-        self.step, self.then = step, now
+        passed = now - self.line, step - self.step
+        self.line, self.step = now, step
         return passed
 
 
@@ -134,23 +135,23 @@ def _take_steps(
     run: Run, stop: Stop, progress: Progress, trackers: Trackers, after_step: Callable[[Pruner], None]
 ) -> None:
     """Take the steps that are left."""
-    clock, speed = _Clock(run.step), _Clock(run.step)
+    clock = _Clock(run)
     try:
         while run.pending or run.step < run.config.steps:
             if not run.pending:
-                stop.agree(run.ranks)
+                stop.agree()
                 if run.step >= run.config.dense_steps:
                     run.begin_pruning()
                 run.train_step()
                 if run.pruner is not None:
                     after_step(run.pruner)
                 progress.advance(run.step)
-            line = _end_step(run, stop, clock, speed)
+            line = _end_step(run, stop, clock)
             if line:
                 trackers.log(line)
                 progress.report(line)
     except Interrupted:
-        run.seconds += clock.lap(run.step)[0]
+        run.seconds = time.perf_counter() - clock.began
         run.save()
         stop.requested = run.ranks.largest(stop.requested or 0)
         stopped = Interrupted(
@@ -169,7 +170,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, Any]:
+def _end_step(run: Run, stop: Stop, clock: _Clock) -> dict[str, Any]:
     """Evaluate, write metrics and a checkpoint, each where it is due; the line of metrics, empty where none is."""
     config, step = run.config, run.step
     last, dense_ends = step == config.steps, 0 < config.dense_steps == step
@@ -177,20 +178,20 @@ def _end_step(run: Run, stop: Stop, clock: _Clock, speed: _Clock) -> dict[str, A
     is_best = False
     logs = last or step % config.log_every == 0
     training = run.training_metrics() if logs else {}
-    seconds, num_steps = speed.lap(step) if logs else (0.0, 0)
+    seconds, num_steps = clock.lap(step) if logs else (0.0, 0)
     if num_steps:
         training[f"{run.objective.unit}_per_second"] = num_steps * run.objective.per_step / seconds
     if config.eval_every is not None and (last or dense_ends or step % config.eval_every == 0):
         began = time.perf_counter()
-        loss = run.evaluate(stop.check)
+        loss = run.evaluate(stop)
         if loss is None:
             raise Interrupted
         # evaluation is no training: it does not count as time per token
-        speed.then += time.perf_counter() - began
+        clock.line += time.perf_counter() - began
         is_best = run.is_new_best(loss)
         line = {f"valid_{name}": value for name, value in run.objective.valid_figures(loss).items()}
         line["is_best"] = is_best
-    run.seconds += clock.lap(run.step)[0]
+    run.seconds = time.perf_counter() - clock.began
     if logs or line:
         line = {"step": step, "seconds": run.seconds, **training, **line}
         if run.ranks.is_first:
@@ -223,7 +224,7 @@ def _finish(run: Run) -> Outcome:
         "sizes": {"dense": count(run.model)} if run.pruner is None else asdict(run.pruner.size()),
         "quality": {"valid": quality},
         "seconds": run.seconds,
-        **({SKIPPED: run.skipped.steps} if run.config.nonfinite == "skip" else {}),
+        **({SKIPPED: run.weights.skipped.steps} if run.config.nonfinite == "skip" else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **surroundings(run.device),
     }

@@ -1,4 +1,4 @@
-"""What the loop needs of a task, the loss of a model on the batch of each step; and whom it tells what happens.
+"""What the loop needs of a task: the loss of a model on the batch of each step. And callbacks that follow a run.
 
 See `rankwise.lab.tasks` for the tasks themselves.
 """

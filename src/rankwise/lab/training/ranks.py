@@ -1,9 +1,9 @@
 """The processes (ranks) that train one model together: what they exchange, and what only the first of them does.
 
-Every rank has a copy of the model, takes its share of every batch, and gradients are averaged. The first rank leads:
-it alone decides by what is on the disk, evaluates, writes and prints, and the others wait for its word for as long as
-it takes. Ranks are started by `torchrun`, `accelerate launch` or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT, or by `torch.distributed.init_process_group` before.
+Every rank has a copy of the model, takes its share of every batch, and gradients are averaged. The first rank decides
+what depends on files, evaluates, writes and prints; the others wait for its messages, however long they take. Ranks
+are started by `torchrun`, `accelerate launch` or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+or by `torch.distributed.init_process_group` before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ranks:
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._words = self._depth = self._calls = 0
+        self._messages = self._depth = self._calls = 0
         if self.count == 1:
             return
         # on the host, also where the default group is one of GPUs
@@ -71,12 +71,12 @@ class Ranks:
 
     @property
     def is_led(self) -> bool:
-        """Whether an outer call is under way already, by which the first rank leads the others."""
+        """Whether the ranks are inside `together` already."""
         return self._depth > 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """As long as this lasts, a rank that dies ends all of them, and an error of the first reaches who waits."""
+        """Inside, a rank that dies ends all of them, and an error of the first rank reaches those that wait for it."""
         if self.count == 1:
             yield
             return
@@ -93,51 +93,62 @@ class Ranks:
             self._depth -= 1
             self.watchdog.judges = self._depth > 0
 
-    # the word of the first rank
+    # messages of the first rank
 
-    def first(self, function: Callable[[], T]) -> T:
-        """What a function returns on the first rank, for all; if it fails there, the others get a `FirstRankError`."""
+    def first(self, function: Callable[[], T], signal: Callable[[], int | None] = lambda: None) -> T:
+        """What a function returns on the first rank, for all; if it fails there, the others get a `FirstRankError`.
+
+        `signal` gives the signal by which a waiting rank was asked to stop; the function learns of it by `signalled`.
+        """
         if self.count == 1:
             return function()
         if not self.is_first:
-            found: T = self.hear()
+            found: T = self.hear(signal)
             return found
         try:
             value = function()
         except BaseException as error:
-            self._store.set(f"word/{self._words}", _described(error))
-            self._words += 1
+            self._store.set(f"message/{self._messages}", _described(error))
+            self._messages += 1
             raise
         self.tell(value)
         return value
 
     def tell(self, value: object) -> None:
-        """Tell the others something; it waits until they `hear` it."""
-        self._store.set(f"word/{self._words}", "")
+        """Send the others a value, which they receive by `hear`."""
+        self._store.set(f"message/{self._messages}", "")
         self._exchange([value])
 
-    def hear(self) -> Any:
-        """What the first rank tells, however long that takes."""
-        word, end, nap = f"word/{self._words}", f"ended/{self._calls}", 1e-3
+    def signalled(self) -> int | None:
+        """The signal by which a rank that waits for this one was asked to stop."""
+        key = f"signal/{self._messages}"
+        return int(self._store.get(key)) if self.count > 1 and self._store.check([key]) else None
+
+    def hear(self, signal: Callable[[], int | None] = lambda: None) -> Any:
+        """The next value that the first rank tells, however long that takes; `signal` as in `first`."""
+        message, end, nap = f"message/{self._messages}", f"ended/{self._calls}", 1e-3
         with ranks_alive():
-            while not self._store.check([word]):
+            while not self._store.check([message]):
                 if self._store.check([end]):
-                    word = end
+                    # its last message comes before its end, but perhaps after the first look
+                    message = message if self._store.check([message]) else end
                     break
+                if (number := signal()) is not None:
+                    self._store.set(f"signal/{self._messages}", str(number))
                 time.sleep(nap)
                 nap = min(2 * nap, LONGEST_NAP)
-            said = self._store.get(word)
+            said = self._store.get(message)
         if not said:
             (value,) = self._exchange([None])
             return value
-        self._words += word != end
+        self._messages += message != end
         failure = json.loads(said)
         if failure["interrupted"]:
             raise KeyboardInterrupt(failure["message"])
         raise FirstRankError(failure["message"])
 
     def _exchange(self, value: list[Any]) -> list[Any]:
-        self._words += 1
+        self._messages += 1
         with ranks_alive():
             dist.broadcast_object_list(value, 0, group=self._host, device=torch.device("cpu"))
         return value
@@ -230,11 +241,11 @@ class Ranks:
     # the end
 
     def may_report(self) -> bool:
-        """Whether this rank is the one that tells of an error, which ends the others too."""
+        """Whether this rank is the first to fail, and so the one that prints its error; the others end too."""
         return self.count == 1 or self.watchdog.fail()
 
     def leave(self, code: int) -> None:
-        """End this process's part, and after an error the process itself: others may wait for it no longer."""
+        """Leave the other ranks; after an error, end this process, so that they do not wait for it."""
         if self.count == 1:
             return
         self.watchdog.leave()
@@ -266,7 +277,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def ranks_alive() -> Iterator[None]:
-    """Say what it means if a rank can no longer be reached."""
+    """Turn the failure of a call among ranks into an error that says what to do."""
     try:
         yield
     except RuntimeError as error:

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,6 @@ FORMAT, FORMAT_VERSION = "rankwise-run", 1
 LOCK = ".lock"
 SKIPPED = "skipped_steps"
 """The key of metrics and records under which the number of skipped steps stands."""
-
-
-@dataclass
-class Skipped:
-    """Batches whose loss or gradient was not finite, where they are skipped."""
-
-    steps: int = 0
-    in_a_row: int = 0
-    unlogged: int = 0
-    """Since the last line of metrics."""
-
-    def count(self, finite: bool) -> None:
-        """Take note of a step."""
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        self.steps += not finite
-        self.unlogged += not finite
 
 
 class RunFolder:

@@ -7,11 +7,11 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError
 from rankwise.lab.training.checkpoint import (
@@ -24,12 +24,12 @@ from rankwise.lab.training.checkpoint import (
     random_tensors,
 )  # fmt: skip
 from rankwise.lab.training.config import LoopConfig, autocast, binding, device_of
-from rankwise.lab.training.graphs import StepGraphs
 from rankwise.lab.training.histograms import gate_histograms
-from rankwise.lab.training.interruption import Interrupted
+from rankwise.lab.training.interruption import Interrupted, Stop
 from rankwise.lab.training.objective import Trainable
 from rankwise.lab.training.ranks import check_share, own_ranks
-from rankwise.lab.training.records import SKIPPED, RunFolder, Skipped
+from rankwise.lab.training.records import SKIPPED, RunFolder
+from rankwise.lab.training.step import Skipped, WeightStep
 from rankwise.pruner import Pruner
 
 MakePruner: TypeAlias = Callable[[nn.Module], Pruner]
@@ -72,7 +72,6 @@ class Run:
         self.folder = RunFolder(folder)
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep)
         self.make_pruner: MakePruner | None = None if pruner is None or isinstance(pruner, Pruner) else pruner
-        self.pruner = pruner if isinstance(pruner, Pruner) else None
         # as JSON gives it back: a tuple is a list there
         settings = {"training": dataclasses.asdict(config), "about": about or {}, "corpus": task.fingerprint}
         self.configuration: dict[str, Any] = json.loads(json.dumps({**settings, "prunes": pruner is not None}))
@@ -81,41 +80,34 @@ class Run:
         """Whether the evaluation and the metrics of `step` are still to be done."""
         self.best: Best | None = None
         self.seconds = 0.0
-        self.optimizer = self._make_optimizer()
-        self.parts: Sequence[Any] = ()
-        """The batch of this step."""
-        self.graphs = self._make_graphs()
-        self.gate_grads: dict[nn.Module, Tensor | None] = {}
+        self.weights = WeightStep(self.objective, prunes=pruner is not None)
         self.has_dropped = False
         """Whether components that stay closed were dropped."""
-        self.sums = torch.zeros(2, device=self.device)
-        """Losses and gradient norms since the last line of metrics."""
         self.logged = 0
-        """The step of that line."""
-        self.skipped = Skipped()
+        """The step of the last line of metrics."""
         self.ranks.send_model(model)
-        if self.pruner is not None:
-            self.ranks.join_pruner(self.pruner)
-            self._warn_if_too_short(self.pruner)
+        if isinstance(pruner, Pruner):
+            self._join(pruner)
 
     @property
-    def pruning(self) -> bool:
-        return self.pruner is not None
+    def pruner(self) -> Pruner | None:
+        """None before pruning begins."""
+        return self.weights.pruner
 
     def begin_pruning(self) -> None:
         """Where the dense phase ends, gate the model; its new parameters get a new optimizer."""
         if self.make_pruner is None or self.pruner is not None:
             return
-        self.pruner = self.make_pruner(self.model)
-        if self.pruner.model is not self.model:
+        pruner = self.make_pruner(self.model)
+        if pruner.model is not self.model:
             raise RankwiseError("`pruner` must gate the model that it is called with, but gated another one.")
         self.ranks.send_model(self.model)
-        self.ranks.join_pruner(self.pruner)
-        self.optimizer = self._make_optimizer()
-        self._record_anew()
-        self._warn_if_too_short(self.pruner)
+        self._join(pruner)
 
-    def _warn_if_too_short(self, pruner: Pruner) -> None:
+    def _join(self, pruner: Pruner) -> None:
+        """Take the steps of the model's weights with those of its gates."""
+        self.ranks.join_pruner(pruner)
+        self.weights.optimize_anew(pruner)
         remaining = self.config.steps - self.config.dense_steps
         if pruner.steps + remaining < pruner.controller.anneal_steps:
             warnings.warn(
@@ -125,17 +117,11 @@ class Run:
             )
 
     def train_step(self) -> None:
-        """One optimizer step on one batch."""
+        """One step of the weights and of the gates, on one batch."""
         self._drop_closed()
-        self._set_lr(self.config.lr_at(self.step + 1, pruning=self.pruning))
-        if not self.model.training:
-            self.model.train()
-        self.objective.begin_step(self.step)
-        if self.graphs is not None:
-            self._move_weights_by_graph(self.graphs)
-        else:
-            self.parts = self.objective.batch(self.step)
-            self._move_weights()
+        self.weights.take(self.step)
+        if (in_a_row := self.weights.skipped.in_a_row) >= SKIPPED_IN_A_ROW:
+            raise self._diverged(f"was not in {in_a_row} steps one after the other, up to step {self.step}")
         if self.pruner is not None:
             self.pruner.step()
         self.step += 1
@@ -150,82 +136,20 @@ class Run:
         if self.has_dropped or pruner is None or not (self.config.drop_closed and pruner.controller.has_committed):
             return
         self.has_dropped = True
-        if pruner.drop_closed(self.optimizer):
-            self._record_anew()
-
-    def _record_anew(self) -> None:
-        """Forget recorded steps, whose weights are others now."""
-        self.gate_grads.clear()
-        if self.graphs is not None:
-            self.graphs.forget()
-            self.graphs = self._make_graphs()
-
-    def _move_weights(self) -> None:
-        """Gradients of all `parts`, clipped, and a step of the optimizer. States that are carried keep their memory."""
-        config, num_parts, share = self.config, self.config.accumulate, self.objective.share
-        self.optimizer.zero_grad()
-        states, sums = [], torch.zeros_like(self.sums)
-        for index, part in enumerate(self.parts):
-            with autocast(config.precision, self.device):
-                loss, reported, state = self.objective.loss(part, index)
-            if share != 1:
-                loss, reported = loss * share, reported * share
-            (loss / num_parts).backward()  # type: ignore[no-untyped-call]
-            states.append(state)
-            sums[0] += reported / num_parts
-        self.ranks.average(self.model.parameters(), sums)
-        if config.clip is not None:
-            sums[1] += nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        if config.nonfinite == "skip" and not self._is_finite(sums):
-            return
-        for index, state in enumerate(states):
-            self.objective.carry(state, index)
-        self.sums += sums
-        self.optimizer.step()
-        if self.pruner is None:
-            self.optimizer.zero_grad()
-
-    def _is_finite(self, sums: Tensor) -> bool:
-        """Whether the loss and the gradients of a step are finite; if not, the gradients are cleared."""
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = sums[1] if self.config.clip is not None else nn.utils.get_total_norm(grads)
-        finite = math.isfinite(float(sums[0] + norm))
-        self.skipped.count(finite)
-        if self.skipped.in_a_row >= SKIPPED_IN_A_ROW:
-            raise self._diverged(
-                f"was not in {self.skipped.in_a_row} steps one after the other, up to step {self.step}"
-            )
-        if not finite:
-            self.optimizer.zero_grad()
-            # the ramp stays in time with the steps: the pruner goes on as after a batch that says nothing
-            for gate in [] if self.pruner is None else self.pruner.controller.gates:
-                if gate.z is not None and gate.z.grad is not None:
-                    gate.z.grad.zero_()
-        return finite
-
-    def _move_weights_by_graph(self, graphs: StepGraphs) -> None:
-        self.parts, key = self.objective.fixed_batch(self.step)
-        controller = None if self.pruner is None else self.pruner.controller
-        signature = self.objective.carried_shapes(), None if controller is None else controller.mask_signature()
-        if not graphs.run(key, signature):
-            self.gate_grads.clear()
-        elif controller is not None:
-            for gate in controller.gates:
-                if gate.z is not None:
-                    # removed by every step of the pruner, and written to by the graph where it first lay
-                    gate.z.grad = self.gate_grads.setdefault(gate, gate.z.grad)
+        if pruner.drop_closed(self.weights.optimizer):
+            self.weights.record_anew()
 
     def training_metrics(self) -> dict[str, Any]:
-        """Means since the last line, and how large the model is."""
-        num_steps = max(self.step - self.logged - self.skipped.unlogged, 1)
-        self._check_finite(float(self.sums.sum()))
-        loss, norm = (self.sums / num_steps).tolist()
-        line: dict[str, Any] = {**self.objective.figures(loss)}
-        line["lr"] = self.config.lr_at(self.step, pruning=self.pruning)
-        if self.config.clip is not None:
-            line["gradient_norm"] = norm
+        """Means since the last line, where a step was not skipped, and how large the model is."""
+        self._check_finite(float(self.weights.sums.sum()))
+        line: dict[str, Any] = {"lr": self.config.lr_at(self.step, pruning=self.pruner is not None)}
+        if num_steps := self.step - self.logged - self.weights.skipped.unlogged:
+            loss, norm = (self.weights.sums / num_steps).tolist()
+            line = {**self.objective.figures(loss), **line}
+            if self.config.clip is not None:
+                line["gradient_norm"] = norm
         if self.config.nonfinite == "skip":
-            line[SKIPPED] = self.skipped.steps
+            line[SKIPPED] = self.weights.skipped.steps
         if self.pruner is not None:
             line["target_size"] = self.pruner.controller.target_size()
             line["expected_size"] = self.pruner.controller.expected_size()
@@ -234,8 +158,8 @@ class Run:
 
     def forget_sums(self) -> None:
         """Start new means."""
-        self.sums.zero_()
-        self.skipped.unlogged = 0
+        self.weights.sums.zero_()
+        self.weights.skipped.unlogged = 0
         self.logged = self.step
 
     def _check_finite(self, loss: float) -> None:
@@ -248,22 +172,22 @@ class Run:
             f"and then, set `nonfinite` to skip; the checkpoints in {self.checkpoints.folder} are from before."
         )
 
-    def evaluate(self, check: Callable[[], None]) -> float | None:
-        """The loss on the validation data, of what would be exported now; None if `check` has stopped it."""
+    def evaluate(self, stop: Stop) -> float | None:
+        """The loss on the validation data, of what would be exported now; None if it was stopped."""
 
         def evaluated() -> float | None:
             try:
                 with autocast(self.config.precision, self.device):
-                    loss = self.objective.evaluate(check)
+                    loss = self.objective.evaluate(stop.check)
             except Interrupted:
                 return None
             self._check_finite(loss)
             return loss
 
-        return self.ranks.first(evaluated)
+        return self.ranks.first(evaluated, lambda: stop.requested)
 
     def is_new_best(self, loss: float) -> bool:
-        """Take note of an evaluation; it counts only once the target has reached the budget."""
+        """Whether an evaluation is the best so far; it counts only once the target has reached the budget."""
         made = self.pruner
         at_size = self.make_pruner is None if made is None else made.controller.target_size() <= made.limit
         if not at_size or not (self.best is None or loss < self.best.loss):
@@ -272,18 +196,18 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint of now: one process's, whatever the number of ranks, but for their random numbers."""
-        self._check_finite(float(self.sums.sum()))
+        """Write a checkpoint, the one that a single process would write, with the random numbers of every rank."""
+        self._check_finite(float(self.weights.sums.sum()))
         random = random_tensors(self.device, self.ranks)
-        training = {**optimizer_tensors(self.optimizer), **self.objective.tensors(), **random}
-        training["sums"] = self.sums
+        training = {**optimizer_tensors(self.weights.optimizer), **self.objective.tensors(), **random}
+        training["sums"] = self.weights.sums
         about = {
             "configuration": self.configuration,
             "pruner": self.describe_pruner(),
             "best": None if self.best is None else dataclasses.asdict(self.best),
             "logged": self.logged,
             "seconds": self.seconds,
-            "skipped": dataclasses.asdict(self.skipped),
+            "skipped": dataclasses.asdict(self.weights.skipped),
         }
         checkpoint = Checkpoint(self.step, not self.pending, dict(self.model.state_dict()), training, about)
         best = None if self.best is None else self.best.step
@@ -306,12 +230,12 @@ class Run:
         check_same({"pruner": about.get("pruner")}, {"pruner": self.describe_pruner()}, self.folder.path)
         self.load_model(checkpoint)
         with self.checkpoints.reading(*saved):
-            load_optimizer(self.optimizer, checkpoint.training)
+            load_optimizer(self.weights.optimizer, checkpoint.training)
             self.objective.load_tensors(checkpoint.training)
-            self.sums.copy_(checkpoint.training["sums"])
+            self.weights.sums.copy_(checkpoint.training["sums"])
             self.step, self.pending = checkpoint.step, not checkpoint.evaluated
             self.logged, self.seconds = int(about["logged"]), float(about["seconds"])
-            self.skipped = Skipped(**about.get("skipped", {}))
+            self.weights.skipped = Skipped(**about.get("skipped", {}))
             self.best = None if about["best"] is None else Best(**about["best"])
             # last: making a pruner may draw numbers
             load_random(checkpoint.training, self.device, self.ranks, self.config.seed, self.step)
@@ -349,35 +273,6 @@ class Run:
         method = self.pruner.method
         settings = json.loads(json.dumps(dataclasses.asdict(method)))
         return {"method": method.name, "parameters": self.pruner.limit, "settings": settings}
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        decay = self.config.weight_decay
-        groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": decay}]
-        if not self.config.decays_vectors:
-            matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
-            groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        on_gpu = self.device.type == "cuda"
-        # on a CPU the fused update does not resume bit for bit; a graph reads the learning rate from the GPU
-        lr = torch.tensor(self.config.lr, device=self.device) if on_gpu else self.config.lr
-        return torch.optim.AdamW(groups, lr=lr, betas=self.config.betas, fused=on_gpu, capturable=on_gpu)
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def _make_graphs(self) -> StepGraphs | None:
-        if (
-            self.device.type != "cuda"
-            or self.ranks.count > 1
-            or self.config.nonfinite == "skip"
-            or not self.objective.can_record(self.pruning or self.make_pruner is not None)
-        ):
-            return None
-        return StepGraphs(self._move_weights, share=not self.objective.carries)
 
 
 def _check(model: nn.Module, config: LoopConfig, pruner: Pruner | MakePruner | None, teacher: nn.Module | None) -> None:

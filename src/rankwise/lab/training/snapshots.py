@@ -1,7 +1,7 @@
 """One run, many sizes: compact models taken along the ramp, each when the target passes its size.
 
 On its way down the target passes every size above the budget. A model that is taken as it does has gates that have
-learned for that size; ranking the components of the final gates would not give as good a one. Learned gates want a
+learned for that size; ranking the components of the final gates would not give as good a one. Learned gates need a
 pruner with `schedule="linear"` here, so that no size is passed before they have sorted themselves.
 """
 

@@ -1,4 +1,4 @@
-"""A watchdog for ranks: if one of them dies or hangs, the others end with a word instead of waiting for it for ever.
+"""A watchdog for ranks: if one of them dies or hangs, the others end with a message instead of waiting for ever.
 
 With gloo a rank that dies breaks its connections, which fails the others at once; with NCCL they would wait in the next
 call for minutes. `torchrun` ends the others too, but not every launcher does, and none sees a rank that hangs.
@@ -76,7 +76,7 @@ class Watchdog(Thread):
             return self.rank == 1
 
     def leave(self) -> None:
-        """Take no more notice of others. The first rank leaves last, for it keeps what the others look at."""
+        """Stop watching. The first rank leaves last, because it holds the store that the others read."""
         self._over.set()
         try:
             # a dead one never leaves; after an error, the living need only see that there was one

@@ -1,1 +1,1 @@
-"""Attention with scores by content and by distance, as in Transformer-XL: the plain truth, and its fast twins."""
+"""Attention with scores by content and by distance, as in Transformer-XL: a plain reference and fast versions of it."""
