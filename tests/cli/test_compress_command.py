@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.cli import progress
 from rankwise.cli.app import run
 from rankwise.lab.data.corpus import open_corpus
 from rankwise.lab.data.windows import Evaluation
@@ -114,6 +115,33 @@ def test_what_is_made_of_a_run_says_what_it_lost_and_writes_text(
     # and so does what is made of that
     compressed(capsys, out, tmp_path / "smaller", *words)
     assert run(["sample", str(tmp_path / "smaller"), "--prompt", "abc"]) == 0
+
+
+@nothing_learned
+def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_with(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
+    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--out", str(tmp_path / "small")]
+
+    class Impatient(progress.Lines):
+        stop = ""
+
+        def phase(self, title: str) -> None:
+            if title.startswith(self.stop):
+                raise KeyboardInterrupt
+
+    # before anything was learned, and after
+    for moment in ("trying", "healing at"):
+        with monkeypatch.context() as patch:
+            patch.setattr(progress, "Lines", Impatient)
+            patch.setattr(Impatient, "stop", moment)
+            assert run([*words, "--removed", "0.2"]) == 130
+        capsys.readouterr()
+        assert run([*words, "--removed", "0.5", "--overwrite"]) == 2
+        assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
+    assert run([*words, "--removed", "0.2"]) == 0
+    assert rw.count(rw.load(tmp_path / "small")) <= 0.8 * rw.count(rw.load(finished / "dense" / "model"))
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ NO_TEXT = (
     "No text was given, and this model generates none, so its weights were compressed for all inputs alike, which "
     "loses far more: --calibration FILE."
 )
+OF_MODEL = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine")
+"""Options that are settings of `rankwise.compress`."""
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
 
@@ -141,19 +143,8 @@ def compress(options: Options) -> None:
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = (
-        "method",
-        "width_share",
-        "layout",
-        "target",
-        "exclude",
-        "ranks",
-        "refine",
-        "overwrite",
-        "device",
-        "offload",
-    )
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    asked = {name: getattr(options, name) for name in OF_MODEL}
+    settings: dict[str, Any] = asked | {name: getattr(options, name) for name in ("overwrite", "device", "offload")}
     settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
@@ -162,11 +153,12 @@ def compress(options: Options) -> None:
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     settings["calibration"] = _calibration(options, source, texts)
     made, healed = None, None
-    if not (options.heal and is_unfinished(options.out)):
+    asked |= sizes | {name: getattr(options, name) for name in ("windows", "window", "embeddings", "dtype")}
+    if not (options.heal and is_unfinished(options.out, asked)):
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.heal:
-        healed = _heal(options, texts)
+        healed = _heal(options, texts, asked)
     _show(options, made, healed, texts, has_text=settings["calibration"] is not None or bool(options.calibration))
 
 
@@ -211,14 +203,14 @@ def _calibration(options: Options, source: Source, texts: list[Path]) -> Calibra
     return None
 
 
-def _heal(options: Options, texts: list[Path]) -> Healed:
-    """Train the model that was just written, in its place."""
+def _heal(options: Options, texts: list[Path], asked: dict[str, Any]) -> Healed:
+    """Train the model that was just written, in its place; `asked`: for which model."""
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.healing import heal_folder
 
     device: Any = "cpu" if options.device.startswith("cpu") else "auto"
     with watching() as watcher:
-        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True}
+        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True, "about": asked}
         return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
 
 
