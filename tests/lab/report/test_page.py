@@ -102,6 +102,17 @@ def test_a_row_that_was_taught_is_compared_with_one_model_everywhere(runs: Path,
     assert "+100.0%" in line
 
 
+def test_a_matrix_that_keeps_its_shape_is_not_called_smaller(runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / "words" / "record.json").read_text())
+    dense, small = ({row["name"]: row for row in record["rows"]}[name] for name in ("dense", "flop-l0"))
+    small["nonzeros"] = True
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    headline = make_page([tmp_path]).headline
+    assert "smaller" not in headline.sentence
+    assert f"{small['parameters']:,} of {dense['parameters']:,} parameters are not zero" in headline.sentence
+    assert headline.tiles[0].title == "non-zero parameters"
+
+
 def test_windows_kept_back_are_not_called_test_data(runs: Path, tmp_path: Path) -> None:
     record = json.loads((runs / "compressed" / "compression.json").read_text())
     record["quality"] = {"measure": "perplexity", "dense": 20.0, "small": 25.0}

@@ -45,25 +45,25 @@ def headline(runs: Sequence[Run]) -> Headline:
     models = [model for model in models_of(runs) if not model.is_dense]
     if not models:
         return _nothing_yet(runs)
-    title = models[0].run.title
-    model = _main([model for model in models if model.run.title == title])
-    point = next(
-        (p for p in points_of([m for m in models_of(runs) if m.run.title == title]) if model in p.models), None
-    )
+    alike = [model for model in models if model.run.title == models[0].run.title]
+    model = _main(alike)
+    point = next((point for point in points_of(alike) if model in point.models), None)
     row, dense = model.row, model.run.dense
-    name = str(model.run.record.get("name") or title).rstrip("/").rpartition("/")[2] or title
+    name = str(model.run.record.get("name") or model.run.title).rstrip("/").rpartition("/")[2] or model.run.title
     before = None if dense is None else dense["parameters"]
     asked = f" (asked for: {model.asked}, achieved: {_achieved(model)})" if model.asked else ""
-    if before:
-        sentence = f"{row['name']} makes {name} {row['removed']:.1%} smaller, "
-        sentence += f"{row['parameters']:,} of {before:,} parameters{asked}"
-        tiles = [Tile("parameters", _short(before), _short(row["parameters"]), f"{-row['removed']:+.1%}")]
+    size = f"{row['parameters']:,}{f' of {before:,}' if before else ''} parameters"
+    if row["nonzeros"]:
+        # its matrices keep their shape
+        sentence, counted = f"With {row['name']}, {size} are not zero in {name}", "non-zero parameters"
+    elif before:
+        sentence, counted = f"{row['name']} makes {name} {row['removed']:.1%} smaller, {size}", "parameters"
     else:
-        sentence = f"{row['name']} leaves {row['parameters']:,} parameters of {name}{asked}"
-        tiles = [Tile("parameters", "", _short(row["parameters"]), f"{-row['removed']:+.1%}")]
+        sentence, counted = f"{row['name']} leaves {size} of {name}", "parameters"
+    tile = Tile(counted, _short(before) if before else "", _short(row["parameters"]), f"{-row['removed']:+.1%}")
     words, more = _quality(model, point)
     timing, last = _speed(model, point)
-    return Headline(f"{sentence}{words}{timing}.", [*tiles, *more, *last])
+    return Headline(f"{sentence}{asked}{words}{timing}.", [tile, *more, *last])
 
 
 def _nothing_yet(runs: Sequence[Run]) -> Headline:
