@@ -70,13 +70,14 @@ def test_a_page_is_written_where_it_was_asked_for_and_what_is_missing_is_said(
     assert "gone</code> does not exist." in file.read_text()
 
 
+@pytest.mark.parametrize("more", [[], ["--watch"]])
 def test_the_page_is_opened_in_the_browser(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: list[str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(report.webbrowser, "open", opened.append)
     monkeypatch.chdir(tmp_path)
-    assert run(["report", str(finished), "--open"]) == 0
+    assert run(["report", str(finished), "--open", *more]) == 0
     assert opened == [(tmp_path / "report.html").as_uri()]
 
 
