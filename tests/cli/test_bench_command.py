@@ -36,10 +36,11 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_a_run_is_timed_and_its_record_keeps_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((folder / "record.json").read_text())
     found = answer(capsys, str(folder))
-    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0", "taught"] * len(PRECISIONS)
+    # dense models take as long as each other, so one is timed
+    assert [row["model"] for row in found["rows"]] == ["dense", "fac", "flop-l0"] * len(PRECISIONS)
     assert {row["precision"] for row in found["rows"]} == set(PRECISIONS)
     sizes = {row["model"]: row["parameters"] for row in found["rows"]}
-    assert sizes == {row["name"]: row["parameters"] for row in before["rows"]}
+    assert sizes == {row["name"]: row["parameters"] for row in before["rows"] if row["name"] != "taught"}
     after = json.loads((folder / "record.json").read_text())
     kept = after.pop("bench")
     assert after == before
@@ -57,7 +58,7 @@ def test_every_part_of_a_table_names_its_rows_and_remarks_are_folded(
     assert run(["bench", str(folder), *QUICK, "--batch", "1,2"]) == 0
     parts = capsys.readouterr().out.split("\n\n")
     tables = [part.splitlines() for part in parts if part.startswith("torch, batch")]
-    names = [f"{model}, {precision}" for precision in PRECISIONS for model in ("dense", "fac", "flop-l0", "taught")]
+    names = [f"{model}, {precision}" for precision in PRECISIONS for model in ("dense", "fac", "flop-l0")]
     assert len(tables) == 2 if width == 80 else len(tables) > 2
     for lines in tables:
         assert [name for line in lines for name in names if line.startswith(f"{name} ")] == names
@@ -80,8 +81,7 @@ def test_figures_that_cannot_be_kept_are_shown_all_the_same(
     assert "Kept in" not in shown.out
     assert "Not kept in" in shown.err
     assert "Read-only file system" in shown.err
-    models = json.loads(before)["rows"]
-    assert len(answer(capsys, str(folder))["rows"]) == len(models) * len(PRECISIONS)
+    assert len(answer(capsys, str(folder))["rows"]) == 3 * len(PRECISIONS)
     assert (folder / "record.json").read_bytes() == before
 
 
