@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,16 @@ def test_a_dry_run_counts_every_model_that_the_run_trains(
     logged = [(finished / name / "metrics.jsonl").read_text().splitlines() for name in names]
     steps = sum(max(json.loads(line).get("step", 0) for line in lines) for lines in logged)
     assert f"at most {steps:,} steps" in " ".join(line for line in shown.values())
+
+
+def test_a_sweep_trains_with_every_seed_what_a_run_trains(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps(*command: str) -> int:
+        assert run([*command, *words(place), "--dry-run"]) == 0
+        (found,) = re.findall(r"at most ([\d,]+) steps", capsys.readouterr().out)
+        return int(found.replace(",", ""))
+
+    once = steps("run", "demo", "--compare", "dense")
+    assert steps("sweep", "demo", "--methods", "flop-l0", "--seeds", "0,1,2") == 3 * once
 
 
 def test_a_size_out_of_reach_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,10 +147,10 @@ def show_plan(command: str, options: Options, folder: Path, grid: Mapping[str, S
     if experiment.budget is not None and command not in ("train", "sweep"):
         rows.append((experiment.method.name, _size(experiment.budget, preview.exported)))
     rows += [(name, _steps(getattr(experiment, name))) for name in _phases(command, experiment)]
-    if command == "run":
-        rows += _trained(experiment)
     if grid is not None:
         rows += [(name, ", ".join(map(as_text, values))) for name, values in grid.items()]
+    if command in ("run", "sweep"):
+        rows += _trained(experiment, grid)
     print_table(("part", "what it takes"), rows, words=("part", "what it takes"))
     say(f"\n{_assumed(experiment)}\n")
     known = {name: as_text(each.value) for name, each in settings(experiment).items()}
@@ -172,22 +172,30 @@ def _within_none(name: str, known: Mapping[str, str]) -> bool:
     return bool(group) and (known.get(group) == "none" or _within_none(group, known))
 
 
-def _trained(experiment: Experiment) -> list[tuple[str, str]]:
-    """Every model that a run trains, and what that takes in all."""
-    from rankwise.lab.experiments.pipeline import planned
+def _trained(experiment: Experiment, grid: Mapping[str, Sequence[Any]] | None) -> list[tuple[str, str]]:
+    """Every model that a run, or a sweep with each of its seeds, trains, and what that takes in all."""
+    from rankwise.lab.experiments.pipeline import asked_for, from_base
+    from rankwise.lab.experiments.sweeps import Grid
 
-    variants, base, control = planned(experiment), ["base"] if experiment.base is not None else [], experiment.control()
+    times, asked = 1, asked_for(experiment)
+    if grid is not None:
+        times = len(grid["seeds"])
+        _, asked = Grid(experiment, grid["methods"], grid["removed"]).of_seed(experiment.seed)
+    variants, has_base = from_base(experiment, asked), experiment.base is not None
+    control = experiment.control()
     whole, alone = (each.size_preview() for each in (control, dataclasses.replace(control, base=None, init="random")))
     previews = [(each.experiment.base is not None, each.experiment.size_preview()) for each in variants]
 
     def total(key: str) -> int:
         """Of the base, and of every variant without it."""
         shared = getattr(whole, key) - getattr(alone, key)
-        return int(sum(getattr(each, key) - shared * has_base for has_base, each in previews) + shared * len(base))
+        of_variants = sum(getattr(each, key) - shared * from_it for from_it, each in previews)
+        return times * int(of_variants + shared * has_base)
 
-    names = [*base, *(each.name for each in variants)]
+    names = [*["base"] * has_base, *(each.name for each in variants)]
+    number = f"{times} x {len(names)}" if times > 1 else len(names)
     return [
-        ("trains", f"{len(names)} model{'s' * (len(names) > 1)}: {', '.join(names)}"),
+        ("trains", f"{number} model{'s' * (len(names) > 1)}: {', '.join(names)}"),
         ("in all", f"at most {total('steps'):,} steps, {total('tokens') / 1e6:,.1f}M tokens"),
     ]
 

@@ -64,15 +64,11 @@ def run(
     experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
-    return run_variants(experiment, _asked_for(experiment), folder, watcher=watcher, trackers=trackers)
+    return run_variants(experiment, asked_for(experiment), folder, watcher=watcher, trackers=trackers)
 
 
-def planned(experiment: Experiment) -> list[Variant]:
-    """Every model that `run` trains from the base, in order, with those that others are compared with."""
-    return from_base(experiment, _asked_for(experiment))
-
-
-def _asked_for(experiment: Experiment) -> list[Variant]:
+def asked_for(experiment: Experiment) -> list[Variant]:
+    """The experiment's own method, and those that it is compared with."""
     own = experiment.method.name
     names = dict.fromkeys((own, *experiment.compare))
     if experiment.budget is None and (others := [name for name in names if name != own]):
