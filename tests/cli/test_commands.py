@@ -245,6 +245,30 @@ def test_the_end_of_a_sweep_says_one_number_where_all_models_have_it() -> None:
     assert said.startswith("2 models have 22,002 parameters and 2.0000 to 3.0000 test ")
 
 
+def test_the_last_sentence_of_a_run_compares_with_what_its_table_does(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((finished / "record.json").read_text())
+    taught, own = ({row["name"]: row for row in record["rows"]}[name] for name in ("taught", "flop-l0"))
+    said = " ".join(" ".join(lines(capsys, "run", "demo", *words(place), "--out", str(finished))).split())
+    assert (
+        f"{own['test']['bits_per_character']:.4f} test bits per character, where taught has "
+        f"{taught['test']['bits_per_character']:.4f}, at {own['speedup']:.2f} times the speed of dense."
+    ) in said
+
+
+def test_a_sweep_of_the_dense_model_over_seeds_ends_with_its_spread(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    grid = ("--methods", "dense", "--seeds", "0,1")
+    said = " ".join(" ".join(lines(capsys, "sweep", "demo", *words(place), *grid, "--out", str(folder))).split())
+    rows = [run_["rows"] for run_ in json.loads((folder / "record.json").read_text())["runs"]]
+    least, most = sorted(row["test"]["bits_per_character"] for (row,) in rows)
+    size = rows[0][0]["parameters"]
+    assert f"2 models have {size:,} parameters and {least:.4f} to {most:.4f} test bits per character. All of it" in said
+
+
 def test_sweep_runs_the_grid_and_report_shows_it_again(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

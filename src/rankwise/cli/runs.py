@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, row_table, spread, table
+from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, control_of, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -99,7 +99,7 @@ def run(options: Options) -> None:
     if _show(options, record, table(record)):
         own = _own_row(record, options.experiment.method.name)
         following = "sample" if (folder / own["folder"] / "vocabulary.json").is_file() else "bench"
-        close(f"{_result(own, _dense_row(record))}. {page}", "rankwise", following, str(folder))
+        close(f"{_result(own, record['rows'])}. {page}", "rankwise", following, str(folder))
 
 
 @command(PRESET, CONFIG, _out("runs/PRESET"), TRACKERS, DRY_RUN, JSON, experiment=of_preset)
@@ -273,27 +273,26 @@ def _own_row(record: Mapping[str, Any], method: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["name"] == method), rows[0])
 
 
-def _dense_row(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((row for row in record["rows"] if row["name"] == CONTROL), None)
-
-
-def _result(row: Mapping[str, Any], dense: Mapping[str, Any] | None = None) -> str:
-    """The size, quality and speed of a model, against those of the dense one."""
+def _result(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The size, quality and speed of a model, against those of the dense ones among `rows`."""
     size = f"{row['parameters']:,}{' non-zero' if row['nonzeros'] else ''} parameters ({row['removed']:.1%} removed)"
     split, measure = _measure(row)
     found = f"{row['name']} has {size} and {row[split][measure]:.4f} {split} {MEASURES[measure]}"
-    if dense is None or dense is row:
+    if (control := control_of(rows, row)) is None:
         return found
-    return f"{found}, where dense has {dense[split][measure]:.4f}, at {row['speedup']:.2f} times its speed"
+    against = f"{control['name']} has {control[split][measure]:.4f}"
+    return f"{found}, where {against}, at {row['speedup']:.2f} times the speed of {CONTROL}"
 
 
 def _spread_of(record: Mapping[str, Any]) -> str:
     """How many models a sweep made, and between which sizes and qualities they are."""
-    rows = [row for run in record["runs"] for row in run["rows"] if row["name"] not in (CONTROL, TAUGHT)]
+    rows = [row for run in record["runs"] for row in run["rows"]]
+    small = [row for row in rows if row["name"] not in (CONTROL, TAUGHT)]
+    dense = [row for row in rows if row["name"] == CONTROL] if small else []
+    rows = small or rows
     split, measure = _measure(rows[0])
     sizes, values = [row["parameters"] for row in rows], [row[split][measure] for row in rows]
-    dense = [found[split][measure] for run in record["runs"] if (found := _dense_row(run)) is not None]
-    against = f", where dense has {spread(dense)}" if dense else ""
+    against = f", where dense has {spread([row[split][measure] for row in dense])}" if dense else ""
     return (
         f"{len(rows)} models have {_range(f'{min(sizes):,}', f'{max(sizes):,}')} parameters and "
         f"{_range(f'{min(values):.4f}', f'{max(values):.4f}')} {split} {MEASURES[measure]}{against}"
