@@ -79,7 +79,7 @@ def test_killed_and_failed_workers_are_replaced_and_the_results_are_those_of_one
 
 
 def test_a_process_whose_parent_is_gone_stops_as_by_sigterm() -> None:
-    wait = "from rankwise.lab.experiments.cell import end_with_parent as f; import time; f(); print(flush=True); "
+    wait = "from rankwise.lab.experiments.cells import end_with_parent as f; import time; f(); print(flush=True); "
     with subprocess.Popen(
         [sys.executable, "-c", f"{wait} time.sleep(600)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

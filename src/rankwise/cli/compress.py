@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import Argument, Options, command
+from rankwise.cli.command import DTYPE, Argument, Options, command, dtype_of
 from rankwise.cli.plan import BUDGET, as_options, sizes_of
 from rankwise.cli.tables import close, wrapped
 from rankwise.errors import RankwiseError
@@ -105,12 +105,7 @@ PATIENCE_SECONDS = 15.0
         Literal["auto", "disk", "none"],
         "auto",
     ),
-    Argument(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
-        Literal["auto", "float32", "bfloat16", "float16"],
-        "auto",
-    ),
+    DTYPE,
     Argument("--overwrite", "Replace a model that was saved in FOLDER before."),
     Argument("--json", "Print size, quality and speed as JSON."),
 )
@@ -133,8 +128,6 @@ def compress(options: Options) -> None:
 
     # before anything slow is imported
     check_name(options.subject)
-    import torch
-
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
     from rankwise.lab.experiments.healing import is_unfinished
@@ -145,7 +138,7 @@ def compress(options: Options) -> None:
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
     asked = {name: getattr(options, name) for name in OF_MODEL}
     settings: dict[str, Any] = asked | {name: getattr(options, name) for name in ("overwrite", "device", "offload")}
-    settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    settings["dtype"] = dtype_of(options)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
     texts = [Path(name) for name in options.calibration if name not in ("none", "generated")]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import Argument, Options, UsageError, command, no_such_option
+from rankwise.cli.command import DTYPE, Argument, Options, UsageError, command, dtype_of, no_such_option
 from rankwise.cli.runs import refuse_settings
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import CheckpointError, DataError, RankwiseError
@@ -60,11 +60,7 @@ def of_model(options: Options) -> Experiment | None:
     Argument("--limit N", "At most N questions of a task and N windows of the text.", int),
     Argument("--batch-size N", "Questions or windows at a time. Default: 1.", int),
     Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which it fits."),
-    Argument(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
-        Literal["auto", "float32", "bfloat16", "float16"],
-    ),
+    DTYPE,
     Argument("--out FILE", "Write the results there too, as JSON; the file must be new."),
     Argument("--split SPLIT", "Of a run's data: valid, the default, or test.", Literal["valid", "test"]),
     Argument("--json", "Print JSON."),
@@ -140,7 +136,6 @@ def _evaluate_pretrained(options: Options) -> None:
             raise UsageError(f"`--{label}` must be a whole number of at least 1, but is {value} instead.")
     out = _check_out(options.out)
     _check_model(name := options.subject)
-    import torch
     from torch import nn
 
     from rankwise.deploy.devices import find_device
@@ -158,8 +153,7 @@ def _evaluate_pretrained(options: Options) -> None:
     tasks = None if options.tasks is None else Tasks(options.tasks, options.include)
     print(f"Loading {name}", file=sys.stderr)
     model: Any = load_model(name)
-    dtype = None if options.dtype in (None, "auto") else getattr(torch, options.dtype)
-    model.to(device=find_device(options.device or "auto", model), dtype=dtype)
+    model.to(device=find_device(options.device or "auto", model), dtype=dtype_of(options))
     answer = _about(name, model)
     batch_size = options.batch_size or 1
     if text is not None:

@@ -9,11 +9,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import QUIET, Argument, Options, UsageError, command
-from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
+from rankwise.cli.dry_run import show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 PRESET = Argument("PRESET", "A name that `rankwise presets` lists.")
+CONFIG = Argument(
+    "--config FILE",
+    "JSON or TOML with the settings: the `experiment.json` or `record.json` of a run, or `preset` and what differs.",
+    Path,
+)
+DRY_RUN = Argument("--dry-run", "Show sizes, steps and settings; read no data, run and write nothing.")
 TRACKERS = Argument(
     "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb, trackio.", tuple[str, ...], ()
 )
@@ -36,12 +43,16 @@ def _out(default: str) -> Argument:
     return Argument("--out FOLDER", f"Where everything is written. Default: {default}.")
 
 
-def of_preset(options: Options) -> Experiment:
-    return experiment_of(options, None)
+def of_preset(options: Options, default: str | None = None) -> Experiment:
+    """The experiment that PRESET or `--config` names, before the settings of the command line."""
+    from rankwise.cli.settings import read_config
+    from rankwise.lab.experiments.presets import preset
 
-
-def of_preset_or_demo(options: Options) -> Experiment:
-    return experiment_of(options, DEMO)
+    if options.config is not None:
+        return read_config(options.config, options.subject)
+    if (name := options.subject or default) is None:
+        raise UsageError("PRESET or `--config FILE` must be given, but neither is. `rankwise presets` lists the names.")
+    return preset(name)
 
 
 def of_base(options: Options) -> Experiment:
@@ -74,7 +85,7 @@ def refuse_settings(options: Options, refused: Callable[[str], bool], why: str) 
     TRACKERS,
     DRY_RUN,
     JSON,
-    experiment=of_preset_or_demo,
+    experiment=partial(of_preset, default=DEMO),
 )
 def run(options: Options) -> None:
     """Train, prune, compact, evaluate, time and report in one go.
@@ -84,9 +95,7 @@ def run(options: Options) -> None:
     example: rankwise run demo --budget.removed 0.9 --out runs/smaller
     example: rankwise run --config runs/smaller/experiment.json --out runs/again
     """
-    folder = folder_of("run", options, options.experiment)
-    if options.dry_run:
-        show_plan("run", options, folder)
+    if (folder := _target("run", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -110,9 +119,7 @@ def train(options: Options) -> None:
 
     example: rankwise train demo --out runs/mine
     """
-    folder = folder_of("train", options, options.experiment)
-    if options.dry_run:
-        show_plan("train", options, folder)
+    if (folder := _target("train", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -142,9 +149,7 @@ def prune(options: Options) -> None:
     example: rankwise prune runs/mine --method np-l0 --budget.removed 0.7
     """
     experiment, base = options.experiment, base_folder(options)
-    folder = folder_of("prune", options, experiment)
-    if options.dry_run:
-        show_plan("prune", options, folder)
+    if (folder := _target("prune", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -210,12 +215,11 @@ def sweep(options: Options) -> None:
         "seeds": (experiment.seed,),
     }
     grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
-    folder, launcher = folder_of("sweep", options, experiment), _launcher(options)
+    launcher = _launcher(options)
     from rankwise.lab.experiments.sweeps import check_grid, failure, sweep
 
     check_grid(experiment, **grid)
-    if options.dry_run:
-        show_plan("sweep", options, folder, grid)
+    if (folder := _target("sweep", options, grid)) is None:
         return
     from rankwise.cli.progress import watching
 
@@ -246,6 +250,15 @@ def _launcher(options: Options) -> Launcher | None:
     from rankwise.lab.experiments.launchers import make_launcher
 
     return make_launcher(options.launcher, options.workers, {name: value for name, _, value in pairs})
+
+
+def _target(command: str, options: Options, grid: Mapping[str, Sequence[Any]] | None = None) -> Path | None:
+    """The folder that a command writes to; None after `--dry-run`, which shows what would be done there."""
+    folder = folder_of(command, options, options.experiment)
+    if not options.dry_run:
+        return folder
+    show_plan(command, options, folder, grid)
+    return None
 
 
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:

@@ -2,8 +2,6 @@
 
 from rankwise.lab.report.tables import (
     CONTROL,
-    EXPERIMENT,
-    EXPORT,
     FORMATS,
     MEASURES,
     RECORD,
@@ -19,8 +17,6 @@ from rankwise.lab.report.tables import (
 
 __all__ = [
     "CONTROL",
-    "EXPERIMENT",
-    "EXPORT",
     "FORMATS",
     "MEASURES",
     "RECORD",
