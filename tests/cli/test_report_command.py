@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import rankwise as rw
 from rankwise.cli import report
 from rankwise.cli.app import run
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.report import page as pages
 from tests.cli.cli_toys import words
 
@@ -89,6 +93,23 @@ def test_figures_are_written_as_pictures_without_a_page(
     names = {file.name for file in (tmp_path / "figures").iterdir()}
     assert {"quality.svg", "quality.png", "loss.svg", "gates-1.svg", "network.svg"} <= names
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_commands_on_a_page_are_those_that_its_model_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that no run made has no vocabulary and no data of its own."""
+    monkeypatch.chdir(tmp_path)
+    config = TransformerXLConfig(num_words=20, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
+    rw.save(TransformerXL(config), "dense")
+    assert run(["compress", "dense", "--removed", "0.2", "--out", "small"]) == 0
+    assert run(["report", "small", "-o", "page.html"]) == 0
+    commands = re.findall(r"rankwise (?:sample|evaluate|bench|export)[^\n<#]*", Path("page.html").read_text())
+    assert {command.split()[1] for command in commands} == {"bench", "export"}
+    for command in commands:
+        short = {"bench": "--repeats 2 --batch 1 --length 8", "export": "--length 8"}[command.split()[1]]
+        _, *arguments = shlex.split(f"{command.replace('onnx', 'pt2')} {short}")
+        assert run(arguments) == 0, capsys.readouterr().err
 
 
 def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.lab.report.found import CONFIG, MODEL, Run
+from rankwise.lab.report.found import CONFIG, MODEL, STRUCTURE, Run
 from rankwise.lab.report.models import Model, Point, models_of, points_of
-from rankwise.lab.report.tables import CONTROL, MEASURES, measured_on
+from rankwise.lab.report.tables import CONTROL, EXPERIMENT, MEASURES, measured_on
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def status_of(run: Run) -> str:
     """How far a run is that has no record yet."""
     if run.finished:
         return ""
-    steps = []
-    for training in run.trainings:
-        steps.append(f"{training.name} at step {training.metrics.last_step:,}")
+    steps = [f"{training.name} at step {training.metrics.last_step:,}" for training in run.trainings]
     seed = f", seed {run.seed}" if run.seed else ""
     return f"{run.title}{seed} is not finished: {'; '.join(steps) or 'no step is logged yet'}."
 
@@ -148,7 +146,7 @@ def recipes(runs: Sequence[Run]) -> list[Recipe]:
         saved = folder / MODEL if (folder / MODEL).is_dir() else folder
         if (saved / CONFIG).is_file():
             return list(_pretrained(saved))
-        if (saved / "rankwise.json").is_file():
+        if (saved / STRUCTURE).is_file():
             return list(_own(folder, saved))
     return []
 
@@ -156,9 +154,13 @@ def recipes(runs: Sequence[Run]) -> list[Recipe]:
 def _own(folder: Path, saved: Path) -> Iterator[Recipe]:
     place = shlex.quote(str(folder))
     yield Recipe("Load it", f"import rankwise as rw\n\nmodel = rw.load({json.dumps(str(saved))})")
-    yield Recipe("Sample from it", f"rankwise sample {place} --length 200")
-    yield Recipe("Measure it here", f"rankwise evaluate {place} --split test\nrankwise bench {place}")
-    yield Recipe("Serve it", f"rankwise export {place} --to onnx   # or openvino, pt2")
+    bench = f"rankwise bench {place}"
+    # a model that no run made has no vocabulary and no data
+    if (folder / EXPERIMENT).is_file():
+        yield Recipe("Sample from it", f"rankwise sample {place} --length 200")
+        bench = f"rankwise evaluate {place} --split test\n{bench}"
+    yield Recipe("Measure it here", bench)
+    yield _export(place)
 
 
 def _pretrained(saved: Path) -> Iterator[Recipe]:
@@ -175,7 +177,11 @@ def _pretrained(saved: Path) -> Iterator[Recipe]:
         yield Recipe("Sample from it", f'{text}print(pipeline("text-generation", {name})("The", max_new_tokens=100))')
         yield Recipe("Serve it", f"vllm serve {place}")
     yield Recipe("Measure it here", f"rankwise bench {place}")
-    yield Recipe("Export it", f"rankwise export {place} --to onnx   # or openvino, pt2")
+    yield _export(place)
+
+
+def _export(place: str) -> Recipe:
+    return Recipe("Export it", f"rankwise export {place} --to onnx   # or openvino, pt2")
 
 
 def settings_of(run: Run) -> list[tuple[str, str]]:
