@@ -126,7 +126,7 @@ def test_evaluate_finds_what_the_run_found(
             got = answer(capsys, "evaluate", str(finished / row["name"]), *cache(place), "--split", split)
             assert got["parameters"] == row["parameters"]
             assert got["loss"] == pytest.approx(row[split]["loss"], rel=1e-6)
-    (line,) = lines(capsys, "evaluate", str(finished), *cache(place))
+    (line,) = lines(capsys, "evaluate", str(finished), *cache(place), "--device", "cpu")
     value = next(row for row in expected if row["name"] == "flop-l0")["valid"]["bits_per_character"]
     assert line.endswith(f"parameters, valid {value:.4f} bits per character")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,8 +21,6 @@ CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
 """Settings that do not change what the model is."""
 OF_PRETRAINED = ("tasks", "window", "include", "limit", "batch_size", "dtype", "out")
 """Options that a run has no use for."""
-OF_RUNS_TOO = ("text", "device")
-"""Options that are settings of a run."""
 WINDOW = 1024
 """Tokens of a window, where nobody says how many and the model reads as many."""
 
@@ -36,7 +35,6 @@ def of_model(options: Options) -> Experiment | None:
         if options.tasks is not None or options.text is not None or kind_of(folder) == "pretrained":
             return None
     else:
-        options.given += [(name, str(getattr(options, name))) for name in OF_RUNS_TOO if getattr(options, name)]
         for name in OF_PRETRAINED:
             if getattr(options, name) is not None:
                 raise UsageError(
@@ -45,9 +43,12 @@ def of_model(options: Options) -> Experiment | None:
                 )
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
     experiment = find_run(folder).experiment
-    if options.text is not None and not hasattr(experiment, "text"):
-        remedy = "Name the text by --corpus.name FILE." if hasattr(experiment, "corpus") else "Leave it out."
+    own = [field.name for field in dataclasses.fields(experiment)]
+    if options.text is not None and "text" not in own:
+        remedy = "Name the text by --corpus.name FILE." if "corpus" in own else "Leave it out."
         raise UsageError(f"`--text` is for folders of transformers, but {folder} is that of a run. {remedy}")
+    settings = {"text": options.text, "device" if "device" in own else "training.device": options.device}
+    options.given += [(name, str(value)) for name, value in settings.items() if value is not None]
     return experiment
 
 
