@@ -190,6 +190,17 @@ def test_another_model_is_not_in_a_table_of_the_paper() -> None:
     assert not list(paper_tables([run]))
 
 
+def test_a_share_of_the_whole_model_is_not_in_a_row_of_the_paper_which_prunes_a_part() -> None:
+    run = enwik8_run(dense=1.5, fac=1.8)
+    run.rows[0]["method"] = "dense"  # type: ignore[index]
+    for of, number in (("prunable", 1), ("model", 0)):
+        run.record["experiment"]["budget"] = {"removed": 0.8, "of": of}
+        (title, table) = next(paper_tables([run]))
+        rows = {row[:2]: row for row in table.rows}
+        assert rows["dense", ""][7] == "1.5000"
+        assert [row[7] for row in table.rows].count("1.8000") == number, of
+
+
 def test_columns_and_tables_without_anything_are_not_shown(runs: Path) -> None:
     page = make_page([runs / "compressed"])
     ((_, table),) = page.tables
