@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import rankwise as rw
-from rankwise.cli.app import main, run
+from rankwise.cli.app import run
 
 MODULE = """
 import torch
@@ -233,18 +233,6 @@ def test_a_file_that_fails_or_exits_gets_one_line(
     for text, message in (("1 / 0", "ZeroDivisionError: division by zero"), ("raise SystemExit(1)", "SystemExit: 1")):
         (tmp_path / f"failing_{stem}.py").write_text(text)
         assert message in refusal(capsys, "plan", f"failing_{stem}.py:build")
-
-
-def test_a_missing_or_unknown_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "bogus" in refusal(capsys, "bogus")
-    assert "model" in refusal(capsys, "plan").lower()
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["plan", "--help"])
-    assert exit_.value.code == 0
-    assert "rankwise plan my_models.py:build --removed 0.8" in capsys.readouterr().out
 
 
 def test_python_m_rankwise_is_the_command_line(stem: str) -> None:

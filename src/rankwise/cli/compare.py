@@ -41,13 +41,13 @@ NAMES = ("dense", "small")
 def compare(options: Options) -> None:
     """Let a dense and a compressed model answer side by side, with size, speed and loss.
 
-    Opens a page of this machine alone: it is served at 127.0.0.1, to whoever has its address, until Ctrl-C. Answers
-    appear as they are written. Each is shaded by its loss under the other model: what the other one would hardly have
-    written is dark. Losses are nats per token; for models of different vocabularies they are bits per byte, because
-    their tokens cannot be compared. The models answer one after the other; `rankwise bench` times with
-    more care.
+    Serves a page at 127.0.0.1 until Ctrl-C. It can only be reached from this machine, by the address that is printed.
+    Answers appear as they are written. Each is shaded by its loss under the other model: what the other one would
+    hardly have written is dark. Losses are nats per token; for models of different vocabularies they are bits per byte,
+    because their tokens cannot be compared. The models answer one after the other; `rankwise bench` times with more
+    care.
 
-    Of a run, its dense control, or else its base, is compared with the model of its own method.
+    Of a single run, the model of its own method is compared with its dense control or, without one, with its base.
 
     example: rankwise compare runs/demo --open
 

@@ -74,11 +74,11 @@ def evaluate(options: Options) -> None:
     is per token of the model's own tokenizer, over windows that do not overlap, BOS first where the model expects it;
     the first token of a window is not predicted. Bits per byte compare models of different tokenizers.
 
-    A model of a run on the text of the training, as your cache holds it, or a published one. A folder may come from
-    someone else, so it chooses no file to open and no place to write: name a text of your own that the cache does not
-    hold by --corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by
-    --corpus.cache FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths,
-    or files of a folder.
+    A model of a run on the text that it was trained on, from your cache, or on a published one. A folder may come from
+    someone else, so paths that it names are not opened: name a text of your own that is not in the cache by
+    --corpus.name FILE, a folder with a published text by --corpus.data FOLDER, and another cache by --corpus.cache
+    FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a
+    folder.
 
     example: rankwise evaluate my-llama-small --tasks hellaswag,arc_easy --limit 200
     example: rankwise evaluate my-llama-small --text wiki.txt --window 1024

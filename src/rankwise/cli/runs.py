@@ -143,8 +143,8 @@ def train(options: Options) -> None:
 def prune(options: Options) -> None:
     """Prune a dense model that was trained before.
 
-    Its text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by
-    --corpus.name FILE. Ctrl-C stops it; the same command again goes on from there.
+    The text of the training is taken from the cache. If it was one of your own and is not in the cache any more, name
+    it again by --corpus.name FILE. Ctrl-C stops the command; the same command again goes on from there.
 
     example: rankwise prune runs/mine --method np-l0 --budget.removed 0.7
     """
@@ -193,9 +193,9 @@ def prune(options: Options) -> None:
 def sweep(options: Options) -> None:
     """Run many methods, sizes and seeds that share their dense models.
 
-    With every seed of a language model, a dense control is trained that the others are compared with. Ctrl-C stops
+    For language models, a dense control is trained with every seed, and the others are compared with it. Ctrl-C stops
     the sweep; the same command again goes on from there. With --launcher, a model whose process failed or was killed is
-    tried once more; if it fails again, the table comes without it, and the exit code is 1.
+    tried once more; if it fails again, it is missing from the table, and the exit code is 1.
 
     example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8
     example: rankwise sweep demo --seeds 0,1,2 --launcher local --workers 3

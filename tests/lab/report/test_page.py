@@ -195,7 +195,7 @@ def test_a_share_of_the_whole_model_is_not_in_a_row_of_the_paper_which_prunes_a_
     run.rows[0]["method"] = "dense"  # type: ignore[index]
     for of, number in (("prunable", 1), ("model", 0)):
         run.record["experiment"]["budget"] = {"removed": 0.8, "of": of}
-        (title, table) = next(paper_tables([run]))
+        ((_, table),) = paper_tables([run])
         rows = {row[:2]: row for row in table.rows}
         assert rows["dense", ""][7] == "1.5000"
         assert [row[7] for row in table.rows].count("1.8000") == number, of
