@@ -46,7 +46,7 @@ class Training:
         return series_of(self.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """A base and what was made from it, with one seed; or a compressed folder."""
 

@@ -29,7 +29,6 @@ from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
 from rankwise.lab.experiments.saved_models import kind_of
 from rankwise.lab.training import Watcher, fit
 from rankwise.lab.training.checkpoint import check_same
-from rankwise.lab.training.config import Device
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import read_json, write_file
 from rankwise.lab.training.run import DivergedError
@@ -82,20 +81,12 @@ def heal_folder(
     texts: Place | Sequence[Place],
     out: Place,
     *,
-    steps: int = HealingConfig.steps,
-    lr: float | None = None,
-    batch_size: int = HealingConfig.batch_size,
-    window: int | None = None,
     valid: Place | Sequence[Place] = (),
-    rates: Sequence[float] = HealingConfig.rates,
-    checkpointing: bool | None = None,
-    accumulate: int | None = None,
-    device: Device = HealingConfig.device,
-    seed: int = 0,
     overwrite: bool = False,
     about: Mapping[str, Any] | None = None,
     watcher: Watcher | None = None,
     say: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> Healed:
     """Train the compressed model in `folder` to answer as `teacher` does, and write it to `out`.
 
@@ -106,18 +97,15 @@ def heal_folder(
         teacher: the dense model that it was made from: a folder, or a name on the hub.
         texts: files like those that the model is for; their ends are held out.
         out: may be `folder` itself, with `overwrite`.
-        steps, lr, batch_size, window, rates, checkpointing, accumulate, device, seed: see `HealingConfig`.
         valid: texts to hold out instead of the ends of `texts`: they choose the learning rate, so no test text.
         overwrite: replace a model that was saved in `out` before.
         about: what else must be the same where a call goes on, as JSON.
         watcher: called on each event.
         say: called with lines that a user should read.
+        settings: those of `HealingConfig`, such as `steps`, `lr` and `batch_size`.
     """
     refuse_several("Healing")
-    config = HealingConfig(
-        steps=steps, lr=lr, batch_size=batch_size, window=window, rates=tuple(rates), checkpointing=checkpointing,
-        accumulate=accumulate, device=device, seed=seed,
-    )  # fmt: skip
+    config = HealingConfig(**settings)
     if not texts:
         raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
