@@ -19,7 +19,7 @@ from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.tasks.language import LanguageModel, evaluate
 from rankwise.modules import PivotLinear
-from tests.cli.cli_toys import LETTERS, cache
+from tests.cli.cli_toys import LETTERS, cache, refusal
 
 
 def compressed(capsys: pytest.CaptureFixture[str], folder: Path, out: Path, *words: object) -> nn.Module:
@@ -185,9 +185,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(folder)
     before = sorted(path.name for path in folder.iterdir())
-    capsys.readouterr()
-    assert run(["compress", *words.replace("RUN", str(finished)).split(), "--out", "out"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
+    line = refusal(capsys, "compress", *words.replace("RUN", str(finished)).split(), "--out", "out")
     assert re.search(message, line)
     assert sorted(path.name for path in folder.iterdir()) == before

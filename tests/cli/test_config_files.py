@@ -15,7 +15,7 @@ from rankwise.cli.command import parse
 from rankwise.cli.settings import configured
 from rankwise.lab.experiments.presets import PRESETS, preset
 from rankwise.lab.tasks.base import Experiment
-from tests.cli.cli_toys import results, words
+from tests.cli.cli_toys import refusal, results, words
 
 
 def asked(*arguments: str) -> Experiment:
@@ -109,8 +109,7 @@ def test_a_bad_file_is_one_line(
     name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert run(["run", "--config", str(tmp_path / name), "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, "run", "--config", tmp_path / name, "--dry-run")
     assert message in line
     assert str(tmp_path / name) in line
 
@@ -120,21 +119,20 @@ def test_a_name_that_nothing_is_known_of_is_refused(
     kind: str, name: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, json.dumps({**preset(kind).to_json(), "name": name}), "json")
-    assert run(["run", "--config", path, "--dry-run"]) == 2
-    assert f"`name` must be that of a preset, but is {name!r} instead." in capsys.readouterr().err
+    line = refusal(capsys, "run", "--config", path, "--dry-run")
+    assert f"`name` must be that of a preset, but is {name!r} instead." in line
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "--config", str(tmp_path / "no.toml")]) == 2
-    assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in capsys.readouterr().err
+    line = refusal(capsys, "run", "--config", tmp_path / "no.toml")
+    assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in line
 
 
 def test_two_presets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     described = written(tmp_path, TOML, "toml")
     whole = written(tmp_path, json.dumps(preset("demo").to_json()), "json")
     for path, message in ((described, "is for the preset demo, but PRESET is causal"), (whole, "PRESET is given too")):
-        assert run(["run", "causal", "--config", path, "--dry-run"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(capsys, "run", "causal", "--config", path, "--dry-run")
 
 
 def files(folder: Path) -> Iterator[tuple[str, int]]:
@@ -156,8 +154,7 @@ def test_a_dry_run_touches_nothing(
 
 
 def test_a_dry_run_refuses_what_the_sweep_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["sweep", "enwik8-sru-fac-80", "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, "sweep", "enwik8-sru-fac-80", "--dry-run")
     assert "A sweep needs a base to share, but enwik8-sru-fac-80 has none. Choose another preset." in line
 
 
@@ -202,5 +199,4 @@ def test_a_sweep_trains_with_every_seed_what_a_run_trains(place: Path, capsys: p
 
 
 def test_a_size_out_of_reach_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "demo", "--budget.params", "10", "--dry-run"]) == 2
-    assert "10" in capsys.readouterr().err
+    assert "10" in refusal(capsys, "run", "demo", "--budget.params", "10", "--dry-run")

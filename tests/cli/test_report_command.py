@@ -21,15 +21,7 @@ from rankwise.cli import report
 from rankwise.cli.app import run
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.report import page as pages
-from tests.cli.cli_toys import words
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line about a mistake."""
-    capsys.readouterr()
-    assert run([str(word) for word in arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+from tests.cli.cli_toys import refusal, words
 
 
 def test_a_run_ends_with_its_page(finished: Path) -> None:
