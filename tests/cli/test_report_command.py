@@ -21,7 +21,8 @@ from rankwise.cli import report
 from rankwise.cli.app import run
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.report import page as pages
-from tests.cli.cli_toys import refusal, words
+from rankwise.lab.report.found import read
+from tests.cli.cli_toys import cache, refusal, words
 
 
 def test_a_run_ends_with_its_page(finished: Path) -> None:
@@ -113,6 +114,20 @@ def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").write_text("")
     assert "failed" in refusal(capsys, "report", finished, "-o", tmp_path / "file" / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("method", ["flop-l0", "svd"])
+def test_models_of_further_sizes_are_rows_and_no_runs_that_go_on(
+    method: str, place: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "pruned" / "own"
+    sizes = ["--method", method, "--sizes", "0.3", "--training.distill", "0"]
+    assert run(["prune", str(finished), *cache(place), *sizes, "--out", str(out)]) == 0
+    found = read([out.parent])
+    assert found.finished and not found.problems
+    assert [row["name"] for one in found.runs for row in one.rows] == ["own-at-30", "own"]
+    (problem,) = read([out.with_name("own-at-30")]).problems
+    assert "whose figures are with its smallest size" in problem.why
 
 
 def unfinished(finished: Path, folder: Path) -> Path:
