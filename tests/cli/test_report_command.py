@@ -118,11 +118,12 @@ def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("method", ["flop-l0", "svd"])
 def test_models_of_further_sizes_are_rows_and_no_runs_that_go_on(
-    method: str, place: Path, finished: Path, tmp_path: Path
+    method: str, place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "pruned" / "own"
     sizes = ["--method", method, "--sizes", "0.3", "--training.distill", "0"]
     assert run(["prune", str(finished), *cache(place), *sizes, "--out", str(out)]) == 0
+    assert {"own-at-30", "own"} <= {line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()}
     found = read([out.parent])
     assert found.finished and not found.problems
     assert [row["name"] for one in found.runs for row in one.rows] == ["own-at-30", "own"]

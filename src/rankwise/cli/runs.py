@@ -18,7 +18,7 @@ from rankwise.cli.dry_run import show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, control_of, row_table, spread, table
+from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, control_of, gather, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -163,7 +163,9 @@ def prune(options: Options) -> None:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
     if QUIET:
         return
-    if _show(options, row, row_table(row)):
+    # the rows of further sizes are with that of the last one
+    found = table(*gather([folder]).values()) if experiment.sizes else row_table(row)
+    if _show(options, row, found):
         close(f"{_result(row)}; it is in {folder}.", "rankwise", "report", str(base), str(folder))
 
 

@@ -96,7 +96,7 @@ class Cell:
         return folder / WORKERS / f"{self.title}.log"
 
     def done_file(self, folder: Path) -> Path:
-        """The file that a process writes when it came to its end."""
+        """The file that a process writes at its end."""
         return folder / WORKERS / f"{self.title}.json"
 
     def is_finished(self, folder: Path) -> bool:
@@ -145,13 +145,13 @@ class Scheduler:
                     job.stop(at_once=True)
 
     def ended(self) -> list[Cell]:
-        """Take note of processes that ended; the cells that are to be tried again."""
+        """Sort out the processes that ended; returns the cells to be tried again."""
         again = []
         for worker, (cell, job) in list(self.running.items()):
             if not job.is_over():
                 continue
             del self.running[worker]
-            if self.came_to_its_end(cell):
+            if self.has_finished(cell):
                 self.finished.add(cell.title)
             elif self.tries[cell.title] < TRIES:
                 again.append(cell)
@@ -159,7 +159,7 @@ class Scheduler:
                 self.failed[cell.title] = last_line(cell.log(self.folder))
         return again
 
-    def came_to_its_end(self, cell: Cell) -> bool:
+    def has_finished(self, cell: Cell) -> bool:
         """Whether a cell is finished; what another machine wrote may take a while to be seen here."""
         until = time.monotonic() + (0 if self.launcher.here else self.launcher.patience)
         while not (finished := cell.is_finished(self.folder)) and time.monotonic() < until:
@@ -167,7 +167,7 @@ class Scheduler:
         return finished
 
     def start(self, waiting: list[Cell], limit: int) -> list[Cell]:
-        """Start what can be started; the cells that still wait."""
+        """Start what can be started; returns the cells that still wait."""
         later = []
         for cell in waiting:
             needs = [f"seed-{cell.seed}/{name}" for name in cell.after]
@@ -205,7 +205,7 @@ class Scheduler:
 
 
 def last_line(log: Path) -> str:
-    """What a log says last."""
+    """The last line of a log that is not empty."""
     lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return shortened(next((line for line in reversed(lines) if line.strip()), "it said nothing"), 300)
 
