@@ -15,7 +15,7 @@ from rankwise.cli.command import parse
 from rankwise.cli.settings import configured
 from rankwise.lab.experiments.presets import PRESETS, preset
 from rankwise.lab.tasks.base import Experiment
-from tests.cli.cli_toys import refusal, results, words
+from tests.cli.cli_toys import cache, refusal, results, words
 
 
 def asked(*arguments: str) -> Experiment:
@@ -196,6 +196,16 @@ def test_a_sweep_trains_with_every_seed_what_a_run_trains(place: Path, capsys: p
 
     once = steps("run", "demo", "--compare", "dense")
     assert steps("sweep", "demo", "--methods", "flop-l0", "--seeds", "0,1,2") == 3 * once
+    # what a run would refuse
+    assert run(["sweep", "demo", "--method", "dense", "--compare", "fac", "--removed", "0.5", "--dry-run"]) == 0
+
+
+def test_a_dry_run_counts_the_teacher_that_pruning_trains(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, names in (("0", "1 model: flop-l0"), ("0.5", "2 models: dense, flop-l0")):
+        assert run(["prune", str(finished), *cache(place), "--training.distill", share, "--dry-run"]) == 0
+        assert f"trains {names} " in " ".join(capsys.readouterr().out.split()) + " "
 
 
 def test_a_size_out_of_reach_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:

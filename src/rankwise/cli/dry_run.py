@@ -42,8 +42,8 @@ def show_plan(command: str, options: Options, folder: Path, grid: Mapping[str, S
     rows += [(name, _steps(getattr(experiment, name))) for name in _phases(command, experiment)]
     if grid is not None:
         rows += [(name, ", ".join(map(as_text, values))) for name, values in grid.items()]
-    if command in ("run", "sweep"):
-        rows += _trained(experiment, grid)
+    if command != "train":
+        rows += _trained(command, experiment, grid)
     print_table(("part", "what it takes"), rows, words=("part", "what it takes"))
     say(f"\n{_assumed(experiment)}\n")
     known = {name: as_text(each.value) for name, each in settings(experiment).items()}
@@ -65,17 +65,17 @@ def _within_none(name: str, known: Mapping[str, str]) -> bool:
     return bool(group) and (known.get(group) == "none" or _within_none(group, known))
 
 
-def _trained(experiment: Experiment, grid: Mapping[str, Sequence[Any]] | None) -> list[tuple[str, str]]:
-    """Every model that a run, or a sweep with each of its seeds, trains, and what that takes in all."""
+def _trained(command: str, experiment: Experiment, grid: Mapping[str, Sequence[Any]] | None) -> list[tuple[str, str]]:
+    """Every model that a command trains, a sweep with each of its seeds, and what that takes in all."""
     from rankwise.lab.experiments.cells import Grid
-    from rankwise.lab.experiments.pipeline import asked_for, from_base
+    from rankwise.lab.experiments.pipeline import Variant, asked_for, from_base
 
-    times, asked = 1, asked_for(experiment)
     if grid is not None:
-        times = len(grid["seeds"])
         _, asked = Grid(experiment, grid["methods"], grid["removed"]).of_seed(experiment.seed)
-    variants, has_base = from_base(experiment, asked), experiment.base is not None
-    control = experiment.control()
+    else:
+        asked = asked_for(experiment) if command == "run" else [Variant(experiment.method.name, experiment)]
+    times, variants = 1 if grid is None else len(grid["seeds"]), from_base(experiment, asked)
+    has_base, control = command != "prune" and experiment.base is not None, experiment.control()
     whole, alone = (each.size_preview() for each in (control, dataclasses.replace(control, base=None, init="random")))
     previews = [(each.experiment.base is not None, each.experiment.size_preview()) for each in variants]
 
