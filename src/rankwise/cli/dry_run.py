@@ -68,7 +68,8 @@ def _within_none(name: str, known: Mapping[str, str]) -> bool:
 def _trained(command: str, experiment: Experiment, grid: Mapping[str, Sequence[Any]] | None) -> list[tuple[str, str]]:
     """Every model that a command trains, a sweep with each of its seeds, and what that takes in all."""
     from rankwise.lab.experiments.cells import Grid
-    from rankwise.lab.experiments.pipeline import Variant, asked_for, from_base
+    from rankwise.lab.experiments.pipeline import asked_for, from_base
+    from rankwise.lab.experiments.variants import Variant
 
     if grid is not None:
         _, asked = Grid(experiment, grid["methods"], grid["removed"]).of_seed(experiment.seed)
