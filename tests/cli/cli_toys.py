@@ -16,7 +16,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 LETTERS = "abcdefgh"
 SETTINGS = {
@@ -54,6 +57,28 @@ def words(folder: Path, **changes: str) -> list[str]:
 def cache(folder: Path) -> list[str]:
     """Options that name the cache of `words`; what is saved of a run does not."""
     return ["--corpus.cache", str(folder / "cache")]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """What a command prints as JSON, and nothing but that."""
+    from rankwise.cli.app import run
+
+    capsys.readouterr()
+    assert run([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that a mistake gets, and nothing but that."""
+    from rankwise.cli.app import run
+
+    capsys.readouterr()
+    assert run([*map(str, arguments)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("rankwise: ")
+    return line
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.experiments.presets import PRESETS
 from rankwise.lab.experiments.run_folder import load_run
 from rankwise.lab.tasks.language import LanguageModel, evaluate
-from tests.cli.cli_toys import LETTERS, cache, lasting, results, words
+from tests.cli.cli_toys import LETTERS, answer, cache, lasting, refusal, results, words
 
 NAMES = ["dense", "taught", "flop-l0", "fac"]
 
@@ -26,12 +26,6 @@ NAMES = ["dense", "taught", "flop-l0", "fac"]
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room, a row is a line; how tables fit is tested in test_terminal_tables.py."""
     monkeypatch.setenv("COLUMNS", "300")
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command prints as JSON, and nothing but that."""
-    assert run([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -126,7 +120,7 @@ def test_evaluate_finds_what_the_run_found(
             got = answer(capsys, "evaluate", str(finished / row["name"]), *cache(place), "--split", split)
             assert got["parameters"] == row["parameters"]
             assert got["loss"] == pytest.approx(row[split]["loss"], rel=1e-6)
-    (line,) = lines(capsys, "evaluate", str(finished), *cache(place))
+    (line,) = lines(capsys, "evaluate", str(finished), *cache(place), "--device", "cpu")
     value = next(row for row in expected if row["name"] == "flop-l0")["valid"]["bits_per_character"]
     assert line.endswith(f"parameters, valid {value:.4f} bits per character")
 
@@ -190,10 +184,8 @@ def test_a_seed_beyond_64_bits_is_one_line(
         ["sweep", "demo", *words(place), "--seeds", f"0,{huge}", "--out", out],
         ["sample", str(finished), "--prompt", "abc", "--seed", huge],
     ):
-        assert run(arguments) == 2
-        said = capsys.readouterr()
-        assert (said.out, said.err.count("\n")) == ("", 1)
-        assert re.search(rf"`seed` must be a whole number .*, but is {huge} instead", said.err)
+        line = refusal(capsys, *arguments)
+        assert re.search(rf"`seed` must be a whole number .*, but is {huge} instead", line)
     assert not (tmp_path / "out").exists()
 
 
@@ -232,8 +224,7 @@ def test_another_kind_of_run_in_the_same_folder_is_one_line(
 ) -> None:
     before = (finished / "record.json").read_bytes()
     for command in (["sweep", "demo", *words(place)], ["prune", str(finished)]):
-        assert run([*command, "--out", str(finished)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = refusal(capsys, *command, "--out", finished)
         assert f'in {finished} `format` was "rankwise-experiment" and is now' in line
     assert (finished / "record.json").read_bytes() == before
 
@@ -243,6 +234,30 @@ def test_the_end_of_a_sweep_says_one_number_where_all_models_have_it() -> None:
     controls = [{**row, "name": name} for name in ("dense", "taught")]
     said = _spread_of({"runs": [{"rows": [*controls, row, {**row, "test": {"bits_per_character": 3.0}}]}]})
     assert said.startswith("2 models have 22,002 parameters and 2.0000 to 3.0000 test ")
+
+
+def test_the_last_sentence_of_a_run_compares_with_what_its_table_does(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((finished / "record.json").read_text())
+    taught, own = ({row["name"]: row for row in record["rows"]}[name] for name in ("taught", "flop-l0"))
+    said = " ".join(" ".join(lines(capsys, "run", "demo", *words(place), "--out", str(finished))).split())
+    assert (
+        f"{own['test']['bits_per_character']:.4f} test bits per character, where taught has "
+        f"{taught['test']['bits_per_character']:.4f}, at {own['speedup']:.2f} times the speed of dense."
+    ) in said
+
+
+def test_a_sweep_of_the_dense_model_over_seeds_ends_with_its_spread(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    grid = ("--methods", "dense", "--seeds", "0,1")
+    said = " ".join(" ".join(lines(capsys, "sweep", "demo", *words(place), *grid, "--out", str(folder))).split())
+    rows = [run_["rows"] for run_ in json.loads((folder / "record.json").read_text())["runs"]]
+    least, most = sorted(row["test"]["bits_per_character"] for (row,) in rows)
+    size = rows[0][0]["parameters"]
+    assert f"2 models have {size:,} parameters and {least:.4f} to {most:.4f} test bits per character. All of it" in said
 
 
 def test_sweep_runs_the_grid_and_report_shows_it_again(
@@ -266,12 +281,10 @@ def test_sweep_runs_the_grid_and_report_shows_it_again(
     number = len([0, 1]) * len(["base", *arms])
     for command in ("bench", "evaluate", "sample", "export --to pt2", "compress --removed 0.2 --out small"):
         name, *rest = command.split()
-        assert run([name, str(folder), *rest]) == 2
-        said = capsys.readouterr().err
-        assert f"{folder} holds the {number} of a sweep. Give the folder of one: {folder / 'seed-0' / 'base'}, " in said
-        assert said.count("\n") == 1
-    assert run(["sample", str(folder / "seed-1")]) == 2
-    assert f"Give the folder of one: {folder / 'seed-1' / 'base'}, " in capsys.readouterr().err
+        line = refusal(capsys, name, folder, *rest)
+        assert f"{folder} holds the {number} of a sweep. Give the folder of one: {folder / 'seed-0' / 'base'}, " in line
+    line = refusal(capsys, "sample", folder / "seed-1")
+    assert f"Give the folder of one: {folder / 'seed-1' / 'base'}, " in line
     assert run(["sample", str(folder / "seed-1" / "fac-40"), "--prompt", "abc", "--length", "3"]) == 0
 
 
@@ -280,8 +293,7 @@ def test_report_takes_several_folders_and_writes_markdown(finished: Path, capsys
     assert [line.split()[1] for line in found[2:6]] == NAMES
     assert all(line.startswith("|") and line.endswith("|") for line in found[:6])
     assert answer(capsys, "report", str(finished)) == [json.loads((finished / "record.json").read_text())]
-    assert run(["report", str(finished), "--json", "--markdown"]) == 2
-    assert "exclude each other" in capsys.readouterr().err
+    assert "exclude each other" in refusal(capsys, "report", finished, "--json", "--markdown")
 
 
 def test_the_record_of_a_run_as_a_file_is_shown_as_its_folder_is(
@@ -320,8 +332,8 @@ def test_models_that_read_other_texts_are_not_put_into_one_table(
     (tmp_path / "text.txt").write_text(LETTERS * 400)
     assert run(["train", "demo", *words(tmp_path), "--out", str(tmp_path / "mine")]) == 0
     capsys.readouterr()
-    assert run(["report", str(finished / "fac"), str(tmp_path / "mine" / "base")]) == 2
-    assert "Models in one table must have read the same text, but" in capsys.readouterr().err
+    line = refusal(capsys, "report", finished / "fac", tmp_path / "mine" / "base")
+    assert "Models in one table must have read the same text, but" in line
 
 
 @pytest.mark.parametrize("what", ["a model", "nothing", "a strange record", "an unfinished run"])
@@ -333,11 +345,7 @@ def test_what_holds_no_record_is_one_line(
         (tmp_path / "strange.json").write_text("{}")
     if what == "an unfinished run":
         (tmp_path / "record.json").write_text((finished / "fac" / "record.json").read_text())
-    assert run(["report", str(folder)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "Give a folder that `rankwise run`, `sweep` or `prune` wrote to" in said.err
+    assert "Give a folder that `rankwise run`, `sweep` or `prune` wrote to" in refusal(capsys, "report", folder)
 
 
 def test_presets_lists_sizes_and_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from rankwise.cli.app import run
 from rankwise.cli.compare import printable
 from rankwise.cli.compare_server import HOST, KEY, LARGEST_QUESTION, LONGEST_ANSWER, LONGEST_PROMPT, PageServer
 from rankwise.lab.experiments.compare import Comparison, find_pair, open_answering
+from tests.cli.cli_toys import refusal
 from tests.lab.report.browser import Tab, chromium
 
 QUESTION: dict[str, Any] = {"prompt": "abc", "length": 20, "temperature": 0.0, "seed": 0}
@@ -231,8 +232,7 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded(
         other.bind((HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        assert run(["compare", str(finished), "--port", str(port)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+        line = refusal(capsys, "compare", finished, "--port", port)
     assert f"`--port` must be free, but {port} is in use." in line
 
 

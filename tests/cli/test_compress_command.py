@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.cli import progress
 from rankwise.cli.app import run
 from rankwise.lab.data.corpus import open_corpus
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.tasks.language import LanguageModel, evaluate
 from rankwise.modules import PivotLinear
-from tests.cli.cli_toys import LETTERS, cache
+from tests.cli.cli_toys import LETTERS, cache, refusal
 
 
 def compressed(capsys: pytest.CaptureFixture[str], folder: Path, out: Path, *words: object) -> nn.Module:
@@ -116,6 +117,33 @@ def test_what_is_made_of_a_run_says_what_it_lost_and_writes_text(
     assert run(["sample", str(tmp_path / "smaller"), "--prompt", "abc"]) == 0
 
 
+@nothing_learned
+def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_with(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
+    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--out", str(tmp_path / "small")]
+
+    class Impatient(progress.Lines):
+        stop = ""
+
+        def phase(self, title: str) -> None:
+            if title.startswith(self.stop):
+                raise KeyboardInterrupt
+
+    # before anything was learned, and after
+    for moment in ("trying", "healing at"):
+        with monkeypatch.context() as patch:
+            patch.setattr(progress, "Lines", Impatient)
+            patch.setattr(Impatient, "stop", moment)
+            assert run([*words, "--removed", "0.2"]) == 130
+        capsys.readouterr()
+        assert run([*words, "--removed", "0.5", "--overwrite"]) == 2
+        assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
+    assert run([*words, "--removed", "0.2"]) == 0
+    assert rw.count(rw.load(tmp_path / "small")) <= 0.8 * rw.count(rw.load(finished / "dense" / "model"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved model whose architecture is ours, one whose is not, and texts."""
@@ -157,9 +185,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(folder)
     before = sorted(path.name for path in folder.iterdir())
-    capsys.readouterr()
-    assert run(["compress", *words.replace("RUN", str(finished)).split(), "--out", "out"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
+    line = refusal(capsys, "compress", *words.replace("RUN", str(finished)).split(), "--out", "out")
     assert re.search(message, line)
     assert sorted(path.name for path in folder.iterdir()) == before

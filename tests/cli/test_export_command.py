@@ -13,6 +13,7 @@ import rankwise as rw
 from rankwise.cli.app import run
 from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from tests.cli.cli_toys import refusal
 
 
 @pytest.fixture
@@ -64,26 +65,20 @@ def test_a_wrong_argument_is_one_line_and_writes_nothing(
     case: str, folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more, message = WRONG[case]
-    assert run(words(folders, *more)) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert re.search(message, said)
+    assert re.search(message, refusal(capsys, *words(folders, *more)))
     assert {path.name for path in folders.iterdir()} == {"dense", "small"}
 
 
 def test_a_folder_of_a_newer_version_is_one_line(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folders / "small" / "rankwise.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
-    assert run(words(folders, "--to", "pt2")) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "must be version 2 at most, but is version 99" in said
+    assert "must be version 2 at most, but is version 99" in refusal(capsys, *words(folders, "--to", "pt2"))
     assert not (folders / "out").exists()
 
 
 def test_a_folder_without_a_model_is_refused(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", str(folders), "--to", "pt2"]) == 2
-    assert "must hold a model of a run, of `rankwise.save` or of transformers" in capsys.readouterr().err
+    line = refusal(capsys, "export", folders, "--to", "pt2")
+    assert "must hold a model of a run, of `rankwise.save` or of transformers" in line
 
 
 def test_a_model_that_is_slower_than_dense_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

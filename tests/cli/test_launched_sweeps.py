@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from rankwise.cli.app import run
 from rankwise.lab.training.records import LOCK
-from tests.cli.cli_toys import results, words
+from tests.cli.cli_toys import refusal, results, words
 
 GRID = ["--methods", "fac", "--removed", "0.5", "--training.distill", "0"]
 PARTS = ("base", "dense", "fac-50")
@@ -79,7 +79,7 @@ def test_killed_and_failed_workers_are_replaced_and_the_results_are_those_of_one
 
 
 def test_a_process_whose_parent_is_gone_stops_as_by_sigterm() -> None:
-    wait = "from rankwise.lab.experiments.cell import end_with_parent as f; import time; f(); print(flush=True); "
+    wait = "from rankwise.lab.experiments.cells import end_with_parent as f; import time; f(); print(flush=True); "
     with subprocess.Popen(
         [sys.executable, "-c", f"{wait} time.sleep(600)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -103,9 +103,7 @@ def test_a_process_whose_parent_is_gone_stops_as_by_sigterm() -> None:
 def test_bad_options_get_one_line_and_write_nothing(
     options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["sweep", "demo", *options, "--out", str(tmp_path / "sweep")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert told in refusal(capsys, "sweep", "demo", *options, "--out", tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
 
 

@@ -11,20 +11,10 @@ from rankwise.cli.app import COMMANDS, run
 from rankwise.cli.command import parse
 from rankwise.cli.settings import as_text, configured, settings
 from rankwise.lab.experiments.presets import preset
-from tests.cli.cli_toys import words
+from tests.cli.cli_toys import refusal, words
 
 MISSING = next(name for name in ("wandb", "clearml", "swanlab", "dvclive", "aim") if find_spec(name) is None)
 """A tracker that nobody has installed here."""
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a wrong argument gets."""
-    assert run(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("rankwise: ")
-    return line
 
 
 def test_settings_are_told_from_options_and_arguments() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import rankwise as rw
-from rankwise.cli.app import main, run
+from rankwise.cli.app import run
+from tests.cli.cli_toys import answer
 
 MODULE = """
 import torch
@@ -71,11 +70,6 @@ def stem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a wrong argument gets."""
     assert run(arguments) == 2
@@ -88,7 +82,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize("place", ["{stem}:build", "{stem}.py:build", "{stem}:Model", "./{stem}.py:Model"])
 def test_the_plan_is_the_pruners(stem: str, capsys: pytest.CaptureFixture[str], place: str) -> None:
-    got = answer(capsys, place.format(stem=stem))
+    got = answer(capsys, "plan", place.format(stem=stem))
     model = importlib.import_module(stem).build()
     plan = rw.find_plan(model)
     assert [row["names"] for row in got["matrices"]] == [[use.name for use in site.uses] for site in plan.sites]
@@ -101,7 +95,7 @@ def test_the_plan_is_the_pruners(stem: str, capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_model_on_the_meta_device_can_be_planned(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    got = answer(capsys, f"{stem}:empty", "--removed", "0.5")
+    got = answer(capsys, "plan", f"{stem}:empty", "--removed", "0.5")
     assert got["dense"] == 30
     assert got["exported"] <= 15
 
@@ -118,7 +112,7 @@ def test_a_model_on_the_meta_device_can_be_planned(stem: str, capsys: pytest.Cap
 def test_uniform_ranks_are_those_the_pruner_exports(
     stem: str, capsys: pytest.CaptureFixture[str], method: str, words: list[str], budget: rw.Budget
 ) -> None:
-    got = answer(capsys, f"{stem}:build", "--method", method, *words)
+    got = answer(capsys, "plan", f"{stem}:build", "--method", method, *words)
     settings = {} if method == "fac" else {"anneal_steps": 5}
     pruner = rw.Pruner(importlib.import_module(stem).build(), budget, method, **settings)
     assert {row["names"][0]: row["kept"] for row in got["matrices"]} == pruner.ranks()
@@ -129,18 +123,18 @@ def test_uniform_ranks_are_those_the_pruner_exports(
 
 @pytest.mark.parametrize("method", ["np-l0", "flop-l0", "svd", "dense"])
 def test_every_method_stays_within_the_budget(stem: str, capsys: pytest.CaptureFixture[str], method: str) -> None:
-    got = answer(capsys, f"{stem}:build", "--method", method, "--params", "1300")
+    got = answer(capsys, "plan", f"{stem}:build", "--method", method, "--params", "1300")
     assert got["exported"] == got["fixed"] + sum(row["exported"] for row in got["matrices"])
     assert got["exported"] <= got["budget"] == 1300
     assert all(row["kept"] <= row["components"] for row in got["matrices"])
 
 
 def test_include_and_exclude_take_names(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    got = answer(capsys, f"{stem}:build", "--exclude", "fc", "--exclude", "pair")
+    got = answer(capsys, "plan", f"{stem}:build", "--exclude", "fc", "--exclude", "pair")
     assert [row["names"] for row in got["matrices"]] == [["words", "head"]]
     share = 272 / got["dense"]
     assert {"name": "fc", "parameters": 272, "share": share, "reason": "in `exclude`"} in got["left_out"]
-    got = answer(capsys, f"{stem}:build", "--include", "fc", "--include", "pair")
+    got = answer(capsys, "plan", f"{stem}:build", "--include", "fc", "--include", "pair")
     assert [row["names"] for row in got["matrices"]] == [["fc"], ["pair"]]
 
 
@@ -172,7 +166,7 @@ def test_nothing_is_trained_changed_or_factorized(
     monkeypatch.setattr("torch.linalg.svd", None)
     root = importlib.import_module(stem).root
     before = root.weight.clone()
-    answer(capsys, f"{stem}:root", "--removed", "0.5")
+    answer(capsys, "plan", f"{stem}:root", "--removed", "0.5")
     assert type(root) is nn.Linear
     assert (root.weight == before).all()
 
@@ -233,18 +227,6 @@ def test_a_file_that_fails_or_exits_gets_one_line(
     for text, message in (("1 / 0", "ZeroDivisionError: division by zero"), ("raise SystemExit(1)", "SystemExit: 1")):
         (tmp_path / f"failing_{stem}.py").write_text(text)
         assert message in refusal(capsys, "plan", f"failing_{stem}.py:build")
-
-
-def test_a_missing_or_unknown_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "bogus" in refusal(capsys, "bogus")
-    assert "model" in refusal(capsys, "plan").lower()
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["plan", "--help"])
-    assert exit_.value.code == 0
-    assert "rankwise plan my_models.py:build --removed 0.8" in capsys.readouterr().out
 
 
 def test_python_m_rankwise_is_the_command_line(stem: str) -> None:

@@ -19,6 +19,7 @@ from rankwise.hf import save_pretrained
 from rankwise.hf.loading import load_model
 from rankwise.methods import make_method
 from rankwise.sizes import plan_for_method, size_account
+from tests.cli.cli_toys import answer, refusal
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -35,21 +36,6 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
 }
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
-    capsys.readouterr()
-    assert run(["plan", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    capsys.readouterr()
-    assert run(["plan", *map(str, arguments)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    return said.err
 
 
 def without_weights(folder: Path) -> Path:
@@ -91,7 +77,7 @@ def test_a_folder_of_transformers_needs_no_weights(
     model = load_model(str(folder))
     size = megabytes_for(model, 0.2)
     without_weights(folder)
-    got = answer(capsys, folder, "--megabytes", f"{size!r}")
+    got = answer(capsys, "plan", folder, "--megabytes", f"{size!r}")
     check(got, model)
     assert got["budget"] == round(rw.count(model) * 0.8)
     assert got["exported"] <= got["budget"]
@@ -105,7 +91,7 @@ def test_a_compact_folder_of_transformers_is_planned_as_it_is(
     folder = tmp_path / family
     save_pretrained(rw.compress(FAMILIES[family](), rw.Budget(removed=0.4), embeddings=True, layout=layout), folder)
     model = load_model(str(folder))
-    check(answer(capsys, without_weights(folder)), model)
+    check(answer(capsys, "plan", without_weights(folder)), model)
 
 
 @pytest.mark.parametrize("part", ["", "base", "fac", "fac/model"])
@@ -114,7 +100,7 @@ def test_a_run_and_its_models_need_no_weights(
 ) -> None:
     model = rw.load(finished / (part or "flop-l0") / ("" if part.endswith("model") else "model"))
     shutil.copytree(finished, tmp_path / "run")
-    got = answer(capsys, without_weights(tmp_path / "run") / part, "--removed", "0.1")
+    got = answer(capsys, "plan", without_weights(tmp_path / "run") / part, "--removed", "0.1")
     check(got, model)
     assert got["notes"] == []
 
@@ -125,7 +111,7 @@ def test_a_tied_model_of_our_own_stays_tied(tmp_path: Path, capsys: pytest.Captu
     config = TransformerXLConfig(num_words=30, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
     small = rw.compress(TransformerXL(config), rw.Budget(removed=0.3), embeddings=True)
     rw.save(small.half(), tmp_path / "small")
-    got = answer(capsys, without_weights(tmp_path / "small"), "--megabytes", f"{rw.count(small) * 2 / 1e6}")
+    got = answer(capsys, "plan", without_weights(tmp_path / "small"), "--megabytes", f"{rw.count(small) * 2 / 1e6}")
     check(got, small)
 
 
@@ -153,9 +139,9 @@ def test_a_missing_folder_is_refused_before_anyone_asks_the_hub(
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").write_text("")
     for name in (tmp_path / "none", "./none", "../none", "~/none-such", "runs/none", "a/b/none"):
-        assert f"or a name on the hub such as org/name, but there is no {str(name)!r}." in refusal(capsys, name)
-    assert "but file is a file." in refusal(capsys, "file")
-    assert "runs holds none of them" in refusal(capsys, "runs")
+        assert f"or a name on the hub such as org/name, but there is no {str(name)!r}." in refusal(capsys, "plan", name)
+    assert "but file is a file." in refusal(capsys, "plan", "file")
+    assert "runs holds none of them" in refusal(capsys, "plan", "runs")
 
 
 @pytest.mark.parametrize(
@@ -174,15 +160,15 @@ def test_a_configuration_that_cannot_be_planned_is_one_line(
     FAMILIES["bert"]().save_pretrained(tmp_path / "bert")
     file = tmp_path / "bert" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    assert re.search(message, refusal(capsys, tmp_path / "bert"))
+    assert re.search(message, refusal(capsys, "plan", tmp_path / "bert"))
 
 
 def test_what_is_left_out_is_named_where_a_size_is_out_of_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FAMILIES["bert"]().save_pretrained(tmp_path / "bert")
-    line = refusal(capsys, tmp_path / "bert", "--removed", "0.9", "--exclude", "word_embeddings")
-    plan = answer(capsys, tmp_path / "bert", "--exclude", "word_embeddings")
+    line = refusal(capsys, "plan", tmp_path / "bert", "--removed", "0.9", "--exclude", "word_embeddings")
+    plan = answer(capsys, "plan", tmp_path / "bert", "--exclude", "word_embeddings")
     (words,) = (each for each in plan["left_out"] if each["name"].endswith("word_embeddings"))
     assert f"The budget must be at least {plan['fixed']:,} parameters" in line
     assert line.count(words["name"]) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,18 +16,13 @@ from pathlib import Path
 
 import pytest
 
+import rankwise as rw
 from rankwise.cli import report
 from rankwise.cli.app import run
+from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from rankwise.lab.report import page as pages
-from tests.cli.cli_toys import words
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line about a mistake."""
-    capsys.readouterr()
-    assert run([str(word) for word in arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+from rankwise.lab.report.found import read
+from tests.cli.cli_toys import cache, refusal, words
 
 
 def test_a_run_ends_with_its_page(finished: Path) -> None:
@@ -70,13 +67,14 @@ def test_a_page_is_written_where_it_was_asked_for_and_what_is_missing_is_said(
     assert "gone</code> does not exist." in file.read_text()
 
 
+@pytest.mark.parametrize("more", [[], ["--watch"]])
 def test_the_page_is_opened_in_the_browser(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: list[str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(report.webbrowser, "open", opened.append)
     monkeypatch.chdir(tmp_path)
-    assert run(["report", str(finished), "--open"]) == 0
+    assert run(["report", str(finished), "--open", *more]) == 0
     assert opened == [(tmp_path / "report.html").as_uri()]
 
 
@@ -90,6 +88,23 @@ def test_figures_are_written_as_pictures_without_a_page(
     assert not (tmp_path / "report.html").exists()
 
 
+def test_the_commands_on_a_page_are_those_that_its_model_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that no run made has no vocabulary and no data of its own."""
+    monkeypatch.chdir(tmp_path)
+    config = TransformerXLConfig(num_words=20, width=8, num_heads=2, head_width=4, inner=12, num_layers=1)
+    rw.save(TransformerXL(config), "dense")
+    assert run(["compress", "dense", "--removed", "0.2", "--out", "small"]) == 0
+    assert run(["report", "small", "-o", "page.html"]) == 0
+    commands = re.findall(r"rankwise (?:sample|evaluate|bench|export)[^\n<#]*", Path("page.html").read_text())
+    assert {command.split()[1] for command in commands} == {"bench", "export"}
+    for command in commands:
+        short = {"bench": "--repeats 2 --batch 1 --length 8", "export": "--length 8"}[command.split()[1]]
+        _, *arguments = shlex.split(f"{command.replace('onnx', 'pt2')} {short}")
+        assert run(arguments) == 0, capsys.readouterr().err
+
+
 def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = ("-o", tmp_path / "page.html")
     assert "but gone does not exist" in refusal(capsys, "report", tmp_path / "gone", *page)
@@ -99,6 +114,21 @@ def test_mistakes_get_one_line(finished: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").write_text("")
     assert "failed" in refusal(capsys, "report", finished, "-o", tmp_path / "file" / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("method", ["flop-l0", "svd"])
+def test_models_of_further_sizes_are_rows_and_no_runs_that_go_on(
+    method: str, place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pruned" / "own"
+    sizes = ["--method", method, "--sizes", "0.3", "--training.distill", "0"]
+    assert run(["prune", str(finished), *cache(place), *sizes, "--out", str(out)]) == 0
+    assert {"own-at-30", "own"} <= {line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    found = read([out.parent])
+    assert found.finished and not found.problems
+    assert [row["name"] for one in found.runs for row in one.rows] == ["own-at-30", "own"]
+    (problem,) = read([out.with_name("own-at-30")]).problems
+    assert "whose figures are with its smallest size" in problem.why
 
 
 def unfinished(finished: Path, folder: Path) -> Path:

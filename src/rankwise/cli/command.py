@@ -203,6 +203,18 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 """How errors call a type, and how it is read from text."""
 
 
+DTYPE = Argument(
+    "--dtype DTYPE",
+    "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
+    Literal["auto", "float32", "bfloat16", "float16"],
+)
+
+
+def dtype_of(options: Options) -> Any:
+    """The dtype of torch that `--dtype` names; None for that of the folder."""
+    return None if options.dtype in (None, "auto") else _dtype(options.dtype)
+
+
 def help_text(command: Command, arguments: Sequence[str]) -> str:
     """The help of a command, with the settings of the experiment where the arguments name one."""
     text = _usage(command)

@@ -8,9 +8,9 @@ import textwrap
 import unicodedata
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.command import Argument, Options, UsageError, command
+from rankwise.cli.command import DTYPE, Argument, Options, UsageError, command, dtype_of
 from rankwise.cli.compare_server import LONGEST_ANSWER, PageServer, check_request
 from rankwise.cli.tables import columns, print_table, say
 
@@ -33,12 +33,7 @@ NAMES = ("dense", "small")
     Argument("--temperature T", "Lower is more cautious; 0 always takes the likeliest. Default: 0.8.", float, 0.8),
     Argument("--seed N", "Another number gives other answers. Default: 0.", int, 0),
     Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which a model fits."),
-    Argument(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16 or auto, that of each folder. Default: auto.",
-        Literal["auto", "float32", "bfloat16", "float16"],
-        "auto",
-    ),
+    DTYPE,
     Argument("--port N", "Serve the page at this port. Default: a free one.", int),
     Argument("--open", "Open the page in the browser."),
     Argument("--json", "With --prompt: print JSON."),
@@ -46,13 +41,13 @@ NAMES = ("dense", "small")
 def compare(options: Options) -> None:
     """Let a dense and a compressed model answer side by side, with size, speed and loss.
 
-    Opens a page of this machine alone: it is served at 127.0.0.1, to whoever has its address, until Ctrl-C. Answers
-    appear as they are written. Each is shaded by its loss under the other model: what the other one would hardly have
-    written is dark. Losses are nats per token; for models of different vocabularies they are bits per byte, because
-    their tokens cannot be compared. The models answer one after the other; `rankwise bench` times with
-    more care.
+    Serves a page at 127.0.0.1 until Ctrl-C. It can only be reached from this machine, by the address that is printed.
+    Answers appear as they are written. Each is shaded by its loss under the other model: what the other one would
+    hardly have written is dark. Losses are nats per token; for models of different vocabularies they are bits per byte,
+    because their tokens cannot be compared. The models answer one after the other; `rankwise bench` times with more
+    care.
 
-    Of a run, its dense control, or else its base, is compared with the model of its own method.
+    Of a single run, the model of its own method is compared with its dense control or, without one, with its base.
 
     example: rankwise compare runs/demo --open
 
@@ -98,16 +93,15 @@ def _check(options: Options) -> None:
 
 
 def _load(options: Options) -> Comparison:
-    import torch
-
     from rankwise.lab.experiments.compare import Comparison, find_pair, open_answering
 
     sources = options.subject if len(options.subject) == 2 else map(str, find_pair(Path(options.subject[0])))
-    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     models = []
     for role, source in zip(NAMES, sources, strict=True):
         print(f"Loading {source}", file=sys.stderr)
-        models.append(open_answering(source, f"{role}: {source}", device=options.device or "auto", dtype=dtype))
+        models.append(
+            open_answering(source, f"{role}: {source}", device=options.device or "auto", dtype=dtype_of(options))
+        )
     return Comparison(*models)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import Argument, Options, command
+from rankwise.cli.command import DTYPE, Argument, Options, command, dtype_of
 from rankwise.cli.plan import BUDGET, as_options, sizes_of
 from rankwise.cli.tables import close, wrapped
 from rankwise.errors import RankwiseError
@@ -36,6 +36,8 @@ NO_TEXT = (
     "No text was given, and this model generates none, so its weights were compressed for all inputs alike, which "
     "loses far more: --calibration FILE."
 )
+OF_MODEL = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine")
+"""Options that are settings of `rankwise.compress`."""
 PATIENCE_SECONDS = 15.0
 """Seconds between two plain lines on the same part of the work."""
 
@@ -103,12 +105,7 @@ PATIENCE_SECONDS = 15.0
         Literal["auto", "disk", "none"],
         "auto",
     ),
-    Argument(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
-        Literal["auto", "float32", "bfloat16", "float16"],
-        "auto",
-    ),
+    DTYPE,
     Argument("--overwrite", "Replace a model that was saved in FOLDER before."),
     Argument("--json", "Print size, quality and speed as JSON."),
 )
@@ -131,8 +128,6 @@ def compress(options: Options) -> None:
 
     # before anything slow is imported
     check_name(options.subject)
-    import torch
-
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
     from rankwise.lab.experiments.healing import is_unfinished
@@ -141,20 +136,9 @@ def compress(options: Options) -> None:
     if len(sizes) != 1:
         said = as_options(sizes) or "none"
         raise RankwiseError(f"`rankwise compress` takes one budget, but got {said}. Example: --removed 0.3.")
-    names = (
-        "method",
-        "width_share",
-        "layout",
-        "target",
-        "exclude",
-        "ranks",
-        "refine",
-        "overwrite",
-        "device",
-        "offload",
-    )
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
-    settings["dtype"] = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    asked = {name: getattr(options, name) for name in OF_MODEL}
+    settings: dict[str, Any] = asked | {name: getattr(options, name) for name in ("overwrite", "device", "offload")}
+    settings["dtype"] = dtype_of(options)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
     texts = [Path(name) for name in options.calibration if name not in ("none", "generated")]
@@ -162,11 +146,12 @@ def compress(options: Options) -> None:
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     settings["calibration"] = _calibration(options, source, texts)
     made, healed = None, None
-    if not (options.heal and is_unfinished(options.out)):
+    asked |= sizes | {name: getattr(options, name) for name in ("windows", "window", "embeddings", "dtype")}
+    if not (options.heal and is_unfinished(options.out, asked)):
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.heal:
-        healed = _heal(options, texts)
+        healed = _heal(options, texts, asked)
     _show(options, made, healed, texts, has_text=settings["calibration"] is not None or bool(options.calibration))
 
 
@@ -211,14 +196,14 @@ def _calibration(options: Options, source: Source, texts: list[Path]) -> Calibra
     return None
 
 
-def _heal(options: Options, texts: list[Path]) -> Healed:
-    """Train the model that was just written, in its place."""
+def _heal(options: Options, texts: list[Path], asked: dict[str, Any]) -> Healed:
+    """Train the model that was just written, in its place; `asked`: for which model."""
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.healing import heal_folder
 
     device: Any = "cpu" if options.device.startswith("cpu") else "auto"
     with watching() as watcher:
-        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True}
+        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True, "about": asked}
         return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
 
 

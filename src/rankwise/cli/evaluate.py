@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.cli.command import Argument, Options, UsageError, command, no_such_option
+from rankwise.cli.command import DTYPE, Argument, Options, UsageError, command, dtype_of, no_such_option
 from rankwise.cli.runs import refuse_settings
 from rankwise.cli.tables import print_table, say
 from rankwise.errors import CheckpointError, DataError, RankwiseError
@@ -20,8 +21,6 @@ CHANGEABLE = ("corpus", "training", "data", "valid", "test", "text", "device")
 """Settings that do not change what the model is."""
 OF_PRETRAINED = ("tasks", "window", "include", "limit", "batch_size", "dtype", "out")
 """Options that a run has no use for."""
-OF_RUNS_TOO = ("text", "device")
-"""Options that are settings of a run."""
 WINDOW = 1024
 """Tokens of a window, where nobody says how many and the model reads as many."""
 
@@ -36,7 +35,6 @@ def of_model(options: Options) -> Experiment | None:
         if options.tasks is not None or options.text is not None or kind_of(folder) == "pretrained":
             return None
     else:
-        options.given += [(name, str(getattr(options, name))) for name in OF_RUNS_TOO if getattr(options, name)]
         for name in OF_PRETRAINED:
             if getattr(options, name) is not None:
                 raise UsageError(
@@ -45,9 +43,12 @@ def of_model(options: Options) -> Experiment | None:
                 )
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
     experiment = find_run(folder).experiment
-    if options.text is not None and not hasattr(experiment, "text"):
-        remedy = "Name the text by --corpus.name FILE." if hasattr(experiment, "corpus") else "Leave it out."
+    own = [field.name for field in dataclasses.fields(experiment)]
+    if options.text is not None and "text" not in own:
+        remedy = "Name the text by --corpus.name FILE." if "corpus" in own else "Leave it out."
         raise UsageError(f"`--text` is for folders of transformers, but {folder} is that of a run. {remedy}")
+    settings = {"text": options.text, "device" if "device" in own else "training.device": options.device}
+    options.given += [(name, str(value)) for name, value in settings.items() if value is not None]
     return experiment
 
 
@@ -60,11 +61,7 @@ def of_model(options: Options) -> Experiment | None:
     Argument("--limit N", "At most N questions of a task and N windows of the text.", int),
     Argument("--batch-size N", "Questions or windows at a time. Default: 1.", int),
     Argument("--device DEVICE", "Such as cpu or cuda:1. Default: a GPU on which it fits."),
-    Argument(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16 or auto, that of the folder. Default: auto.",
-        Literal["auto", "float32", "bfloat16", "float16"],
-    ),
+    DTYPE,
     Argument("--out FILE", "Write the results there too, as JSON; the file must be new."),
     Argument("--split SPLIT", "Of a run's data: valid, the default, or test.", Literal["valid", "test"]),
     Argument("--json", "Print JSON."),
@@ -77,11 +74,11 @@ def evaluate(options: Options) -> None:
     is per token of the model's own tokenizer, over windows that do not overlap, BOS first where the model expects it;
     the first token of a window is not predicted. Bits per byte compare models of different tokenizers.
 
-    A model of a run on the text of the training, as your cache holds it, or a published one. A folder may come from
-    someone else, so it chooses no file to open and no place to write: name a text of your own that the cache does not
-    hold by --corpus.name FILE, a folder with a published one by --corpus.data FOLDER, and another cache by
-    --corpus.cache FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths,
-    or files of a folder.
+    A model of a run on the text that it was trained on, from your cache, or on a published one. A folder may come from
+    someone else, so paths that it names are not opened: name a text of your own that is not in the cache by
+    --corpus.name FILE, a folder with a published text by --corpus.data FOLDER, and another cache by --corpus.cache
+    FOLDER. Another text is read by the model's vocabulary; valid and test are its last two twentieths, or files of a
+    folder.
 
     example: rankwise evaluate my-llama-small --tasks hellaswag,arc_easy --limit 200
     example: rankwise evaluate my-llama-small --text wiki.txt --window 1024
@@ -140,7 +137,6 @@ def _evaluate_pretrained(options: Options) -> None:
             raise UsageError(f"`--{label}` must be a whole number of at least 1, but is {value} instead.")
     out = _check_out(options.out)
     _check_model(name := options.subject)
-    import torch
     from torch import nn
 
     from rankwise.deploy.devices import find_device
@@ -158,8 +154,7 @@ def _evaluate_pretrained(options: Options) -> None:
     tasks = None if options.tasks is None else Tasks(options.tasks, options.include)
     print(f"Loading {name}", file=sys.stderr)
     model: Any = load_model(name)
-    dtype = None if options.dtype in (None, "auto") else getattr(torch, options.dtype)
-    model.to(device=find_device(options.device or "auto", model), dtype=dtype)
+    model.to(device=find_device(options.device or "auto", model), dtype=dtype_of(options))
     answer = _about(name, model)
     batch_size = options.batch_size or 1
     if text is not None:

@@ -68,7 +68,8 @@ def plan(options: Options) -> None:
     """Show what would be pruned, tied and counted, what is left out and why, and the ranks at a budget.
 
     Nothing is trained or changed. Of a folder or a name on the hub, only the configuration is read. Layers whose names
-    differ only in numbers share a row: layers.0-29.mlp. A name matches itself and as the last part of a longer one.
+    differ only in numbers share a row: layers.0-29.mlp. NAME is the full name of a module or its end: head matches
+    model.head too.
 
     example: rankwise plan my_models.py:build --removed 0.8 --exclude head
     example: rankwise plan my-bert --removed 0.35

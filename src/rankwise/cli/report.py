@@ -102,8 +102,7 @@ def _write(paths: Sequence[Path], options: Options) -> None:
         raise UsageError(f"`-o` must be a file, but {file} is a folder. Example: -o {file / PAGE}.")
     if (missing := missing_packages()) is not None:
         raise RankwiseError(missing)
-    if options.watch:
-        _watch(paths, file, open_it=options.open)
+    is_open = options.watch and _watch(paths, file, open_it=options.open)
     page = make_page(paths)
     for problem in page.found.problems:
         print(f"Not shown: {problem.place} {problem.why}.", file=sys.stderr)
@@ -114,7 +113,7 @@ def _write(paths: Sequence[Path], options: Options) -> None:
     if options.o or options.open or options.watch:
         write_page(page, file)
         print(f"The page is in {file}.")
-    if options.open and not options.watch:
+    if options.open and not is_open:
         webbrowser.open(file.resolve().as_uri())
 
 
@@ -127,12 +126,15 @@ def _save(folder: Path, pictures: Mapping[str, bytes]) -> None:
         raise CheckpointError(f"Figures must be written to {folder}, but that failed: {error}.") from error
 
 
-def _watch(paths: Sequence[Path], file: Path, *, open_it: bool) -> None:
-    """Write the page whenever a run has written something, until all runs are finished or Ctrl-C is pressed."""
+def _watch(paths: Sequence[Path], file: Path, *, open_it: bool) -> bool:
+    """Write the page whenever a run has written something, until all runs are finished or Ctrl-C is pressed.
+
+    Returns whether the page was opened: a run that is finished already writes nothing.
+    """
     from rankwise.lab.report.page import make_page, write_page
 
     seen: object = None
-    told = False
+    told = is_open = False
     try:
         while True:
             now = list(_stamps(paths))
@@ -141,12 +143,12 @@ def _watch(paths: Sequence[Path], file: Path, *, open_it: bool) -> None:
                 try:
                     page = make_page(paths)
                     if page.found.finished:
-                        return
+                        return is_open
                     write_page(page, file, reload_seconds=WATCH_SECONDS)
                     print(f"{time.strftime('%H:%M:%S')} {file}: {page.status()}", file=sys.stderr)
-                    if open_it:
+                    if open_it and not is_open:
                         webbrowser.open(file.resolve().as_uri())
-                        open_it = False
+                        is_open = True
                 except CheckpointError as error:
                     if not told:
                         print(f"Waiting: {error}", file=sys.stderr)
@@ -155,6 +157,7 @@ def _watch(paths: Sequence[Path], file: Path, *, open_it: bool) -> None:
     except KeyboardInterrupt:
         # the page is written once more, without loading itself again
         print(file=sys.stderr)
+        return is_open
 
 
 def _stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, float]]:

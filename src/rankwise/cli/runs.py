@@ -8,16 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.cli.command import QUIET, Argument, Options, UsageError, command
-from rankwise.cli.described import CONFIG, DRY_RUN, experiment_of, show_plan
+from rankwise.cli.dry_run import show_plan
 from rankwise.cli.report import page_of_run, show_table
 from rankwise.cli.tables import close, print_table, say
 from rankwise.errors import nearest
-from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, row_table, spread, table
+from rankwise.lab.report import CONTROL, MEASURES, TAUGHT, Table, control_of, gather, row_table, spread, table
 
 if TYPE_CHECKING:
     from rankwise.lab.data.vocabulary import Progress
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 PRESET = Argument("PRESET", "A name that `rankwise presets` lists.")
+CONFIG = Argument(
+    "--config FILE",
+    "JSON or TOML with the settings: the `experiment.json` or `record.json` of a run, or `preset` and what differs.",
+    Path,
+)
+DRY_RUN = Argument("--dry-run", "Show sizes, steps and settings; read no data, run and write nothing.")
 TRACKERS = Argument(
     "--trackers NAMES", "Send metrics to trackers, with commas: tensorboard, wandb, trackio.", tuple[str, ...], ()
 )
@@ -36,12 +43,16 @@ def _out(default: str) -> Argument:
     return Argument("--out FOLDER", f"Where everything is written. Default: {default}.")
 
 
-def of_preset(options: Options) -> Experiment:
-    return experiment_of(options, None)
+def of_preset(options: Options, default: str | None = None) -> Experiment:
+    """The experiment that PRESET or `--config` names, before the settings of the command line."""
+    from rankwise.cli.settings import read_config
+    from rankwise.lab.experiments.presets import preset
 
-
-def of_preset_or_demo(options: Options) -> Experiment:
-    return experiment_of(options, DEMO)
+    if options.config is not None:
+        return read_config(options.config, options.subject)
+    if (name := options.subject or default) is None:
+        raise UsageError("PRESET or `--config FILE` must be given, but neither is. `rankwise presets` lists the names.")
+    return preset(name)
 
 
 def of_base(options: Options) -> Experiment:
@@ -74,7 +85,7 @@ def refuse_settings(options: Options, refused: Callable[[str], bool], why: str) 
     TRACKERS,
     DRY_RUN,
     JSON,
-    experiment=of_preset_or_demo,
+    experiment=partial(of_preset, default=DEMO),
 )
 def run(options: Options) -> None:
     """Train, prune, compact, evaluate, time and report in one go.
@@ -84,9 +95,7 @@ def run(options: Options) -> None:
     example: rankwise run demo --budget.removed 0.9 --out runs/smaller
     example: rankwise run --config runs/smaller/experiment.json --out runs/again
     """
-    folder = folder_of("run", options, options.experiment)
-    if options.dry_run:
-        show_plan("run", options, folder)
+    if (folder := _target("run", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -99,7 +108,7 @@ def run(options: Options) -> None:
     if _show(options, record, table(record)):
         own = _own_row(record, options.experiment.method.name)
         following = "sample" if (folder / own["folder"] / "vocabulary.json").is_file() else "bench"
-        close(f"{_result(own, _dense_row(record))}. {page}", "rankwise", following, str(folder))
+        close(f"{_result(own, record['rows'])}. {page}", "rankwise", following, str(folder))
 
 
 @command(PRESET, CONFIG, _out("runs/PRESET"), TRACKERS, DRY_RUN, JSON, experiment=of_preset)
@@ -110,9 +119,7 @@ def train(options: Options) -> None:
 
     example: rankwise train demo --out runs/mine
     """
-    folder = folder_of("train", options, options.experiment)
-    if options.dry_run:
-        show_plan("train", options, folder)
+    if (folder := _target("train", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -136,15 +143,13 @@ def train(options: Options) -> None:
 def prune(options: Options) -> None:
     """Prune a dense model that was trained before.
 
-    Its text is found as by `rankwise evaluate`: name a text of your own that the cache does not hold again, by
-    --corpus.name FILE. Ctrl-C stops it; the same command again goes on from there.
+    The text of the training is taken from the cache. If it was one of your own and is not in the cache any more, name
+    it again by --corpus.name FILE. Ctrl-C stops the command; the same command again goes on from there.
 
     example: rankwise prune runs/mine --method np-l0 --budget.removed 0.7
     """
     experiment, base = options.experiment, base_folder(options)
-    folder = folder_of("prune", options, experiment)
-    if options.dry_run:
-        show_plan("prune", options, folder)
+    if (folder := _target("prune", options)) is None:
         return
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments import pipeline
@@ -158,7 +163,9 @@ def prune(options: Options) -> None:
         row = pipeline.prune(experiment, base, folder, watcher=watcher, trackers=options.trackers, read=read)
     if QUIET:
         return
-    if _show(options, row, row_table(row)):
+    # the rows of further sizes are with that of the last one
+    found = table(*gather([folder]).values()) if experiment.sizes else row_table(row)
+    if _show(options, row, found):
         close(f"{_result(row)}; it is in {folder}.", "rankwise", "report", str(base), str(folder))
 
 
@@ -188,9 +195,9 @@ def prune(options: Options) -> None:
 def sweep(options: Options) -> None:
     """Run many methods, sizes and seeds that share their dense models.
 
-    With every seed of a language model, a dense control is trained that the others are compared with. Ctrl-C stops
+    For language models, a dense control is trained with every seed, and the others are compared with it. Ctrl-C stops
     the sweep; the same command again goes on from there. With --launcher, a model whose process failed or was killed is
-    tried once more; if it fails again, the table comes without it, and the exit code is 1.
+    tried once more; if it fails again, it is missing from the table, and the exit code is 1.
 
     example: rankwise sweep demo --methods flop-l0,fac --removed 0.7,0.8
     example: rankwise sweep demo --seeds 0,1,2 --launcher local --workers 3
@@ -210,12 +217,11 @@ def sweep(options: Options) -> None:
         "seeds": (experiment.seed,),
     }
     grid |= {name: getattr(options, name) for name in grid if getattr(options, name) is not None}
-    folder, launcher = folder_of("sweep", options, experiment), _launcher(options)
+    launcher = _launcher(options)
     from rankwise.lab.experiments.sweeps import check_grid, failure, sweep
 
     check_grid(experiment, **grid)
-    if options.dry_run:
-        show_plan("sweep", options, folder, grid)
+    if (folder := _target("sweep", options, grid)) is None:
         return
     from rankwise.cli.progress import watching
 
@@ -248,6 +254,15 @@ def _launcher(options: Options) -> Launcher | None:
     return make_launcher(options.launcher, options.workers, {name: value for name, _, value in pairs})
 
 
+def _target(command: str, options: Options, grid: Mapping[str, Sequence[Any]] | None = None) -> Path | None:
+    """The folder that a command writes to; None after `--dry-run`, which shows what would be done there."""
+    folder = folder_of(command, options, options.experiment)
+    if not options.dry_run:
+        return folder
+    show_plan(command, options, folder, grid)
+    return None
+
+
 def folder_of(command: str, options: Options, experiment: Experiment) -> Path:
     """Where a command writes: a preset's folder, another for each task of GLUE."""
     if options.out:
@@ -273,27 +288,26 @@ def _own_row(record: Mapping[str, Any], method: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["name"] == method), rows[0])
 
 
-def _dense_row(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((row for row in record["rows"] if row["name"] == CONTROL), None)
-
-
-def _result(row: Mapping[str, Any], dense: Mapping[str, Any] | None = None) -> str:
-    """The size, quality and speed of a model, against those of the dense one."""
+def _result(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The size, quality and speed of a model, against those of the dense ones among `rows`."""
     size = f"{row['parameters']:,}{' non-zero' if row['nonzeros'] else ''} parameters ({row['removed']:.1%} removed)"
     split, measure = _measure(row)
     found = f"{row['name']} has {size} and {row[split][measure]:.4f} {split} {MEASURES[measure]}"
-    if dense is None or dense is row:
+    if (control := control_of(rows, row)) is None:
         return found
-    return f"{found}, where dense has {dense[split][measure]:.4f}, at {row['speedup']:.2f} times its speed"
+    against = f"{control['name']} has {control[split][measure]:.4f}"
+    return f"{found}, where {against}, at {row['speedup']:.2f} times the speed of {CONTROL}"
 
 
 def _spread_of(record: Mapping[str, Any]) -> str:
     """How many models a sweep made, and between which sizes and qualities they are."""
-    rows = [row for run in record["runs"] for row in run["rows"] if row["name"] not in (CONTROL, TAUGHT)]
+    rows = [row for run in record["runs"] for row in run["rows"]]
+    small = [row for row in rows if row["name"] not in (CONTROL, TAUGHT)]
+    dense = [row for row in rows if row["name"] == CONTROL] if small else []
+    rows = small or rows
     split, measure = _measure(rows[0])
     sizes, values = [row["parameters"] for row in rows], [row[split][measure] for row in rows]
-    dense = [found[split][measure] for run in record["runs"] if (found := _dense_row(run)) is not None]
-    against = f", where dense has {spread(dense)}" if dense else ""
+    against = f", where dense has {spread([row[split][measure] for row in dense])}" if dense else ""
     return (
         f"{len(rows)} models have {_range(f'{min(sizes):,}', f'{max(sizes):,}')} parameters and "
         f"{_range(f'{min(values):.4f}', f'{max(values):.4f}')} {split} {MEASURES[measure]}{against}"

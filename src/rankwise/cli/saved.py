@@ -143,8 +143,8 @@ def _keep(found: TimedModels, rows: list[dict[str, Any]], lines: list[str], devi
     Argument("--int8", "Store matrices in 8 bits (onnx and openvino)."),
     Argument("--out FOLDER", "Write into this new folder. Default: FOLDER-FORMAT, here."),
     Argument("--dense FOLDER", "Time this dense model on the same engine."),
-    Argument("--batch N", "Use so many texts as the example; 1 fixes the batch. Default: 2.", int, 2),
-    Argument("--length N", "Use texts of so many tokens. Default: 128.", int, 128),
+    Argument("--batch N", "Texts of the example; with 1 the batch size is fixed. Default: 2.", int, 2),
+    Argument("--length N", "Tokens of each text. Default: 128.", int, 128),
     JSON,
 )
 def export(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""Experiments as text: settings by dotted name, values from strings. Every mistake is one line.
+"""Experiments as text: settings by dotted name, values from strings, files of both. Every mistake is one line.
 
 override(experiment, {"training.lr": "1e-3", "budget.removed": "0.9", "method": "np-l0"})
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_type_hints
 
@@ -18,6 +20,9 @@ from rankwise.cli.command import Options, UsageError, entries, members, no_such_
 from rankwise.cli.tables import wrapped
 from rankwise.core.budget import UNITS, Budget
 from rankwise.errors import RankwiseError, nearest
+from rankwise.files import read_json
+from rankwise.lab.experiments.presets import preset
+from rankwise.lab.experiments.run_folder import experiment_from
 from rankwise.lab.tasks.base import Experiment, check_seed
 from rankwise.methods import METHODS
 
@@ -186,3 +191,84 @@ def _rebuild(config: Any, hint: Any, values: Mapping[str, Any], prefix: str = ""
             group, name = prefix.rstrip("."), field.name
             raise RankwiseError(f"`{group}` is none, so it needs `{name}` too, but has none. Add --{prefix}{name}.")
     return kind(**changes)
+
+
+def read_config(path: Path, name: str | None) -> Experiment:
+    """The experiment that a file describes; `name`: the preset that is named on the command line."""
+    content = _parsed(path)
+    # a record holds the experiment under a key, as what `--dry-run --json` prints does
+    whole = content.get("experiment", content)
+    if isinstance(whole, Mapping) and "name" in whole:
+        if name is not None:
+            raise UsageError(
+                f"{path} holds a whole experiment ({whole['name']}), but PRESET is given too ({name}). Leave it out."
+            )
+        return _saved(path, whole)
+    described = content.pop("preset", name)
+    if not isinstance(described, str):
+        raise UsageError(f'{path} must name its preset, but has none. Add `"preset": "demo"`, or give PRESET too.')
+    if name not in (None, described):
+        raise UsageError(f"{path} is for the preset {described}, but PRESET is {name}. Leave one of them out.")
+    try:
+        return override(preset(described), dict(_texts("", content)))
+    except RankwiseError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """The object that a file of JSON or TOML holds."""
+    if path.suffix not in (".json", ".toml"):
+        raise UsageError(f"`--config` must be a .json or a .toml file, but is {str(path)!r} instead.")
+    try:
+        content = read_json(path) if path.suffix == ".json" else _toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"`--config` must be a file that can be read, but {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise UsageError(f"{path} must be valid {path.suffix[1:].upper()}, but is not: {error}.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold settings by name, but holds {type(content).__name__} instead.")
+    return content
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    found: dict[str, Any] = tomllib.loads(text)
+    return found
+
+
+def _saved(path: Path, plain: Mapping[str, Any]) -> Experiment:
+    """The experiment that a run wrote down."""
+    try:
+        experiment = experiment_from(plain)
+    except RankwiseError as error:
+        raise UsageError(f"{path}: {error}") from None
+    # a model of transformers is known by the name of its preset
+    known = getattr(experiment, "known_models", None)
+    if not isinstance(experiment.name, str) or (known is not None and experiment.name not in known):
+        raise UsageError(f"{path}: `name` must be that of a preset, but is {experiment.name!r} instead.")
+    return experiment
+
+
+def _texts(prefix: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings by dotted name, as they are written on the command line."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            for inner, text in _texts(f"{name}.", value):
+                # the name of a method is the setting `method` itself
+                yield "method" if inner == "method.name" else inner, text
+        elif isinstance(value, list):
+            yield name, ",".join(_text(name, each) for each in value)
+        else:
+            yield name, _text(name, value)
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if not isinstance(value, int | float | str):
+        raise UsageError(f"`{name}` must be a text, a number, true, false or a list of them, but is {value!r} instead.")
+    return str(value)

@@ -102,6 +102,17 @@ def test_a_row_that_was_taught_is_compared_with_one_model_everywhere(runs: Path,
     assert "+100.0%" in line
 
 
+def test_a_matrix_that_keeps_its_shape_is_not_called_smaller(runs: Path, tmp_path: Path) -> None:
+    record = json.loads((runs / "words" / "record.json").read_text())
+    dense, small = ({row["name"]: row for row in record["rows"]}[name] for name in ("dense", "flop-l0"))
+    small["nonzeros"] = True
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    headline = make_page([tmp_path]).headline
+    assert "smaller" not in headline.sentence
+    assert f"{small['parameters']:,} of {dense['parameters']:,} parameters are not zero" in headline.sentence
+    assert headline.tiles[0].title == "non-zero parameters"
+
+
 def test_windows_kept_back_are_not_called_test_data(runs: Path, tmp_path: Path) -> None:
     record = json.loads((runs / "compressed" / "compression.json").read_text())
     record["quality"] = {"measure": "perplexity", "dense": 20.0, "small": 25.0}
@@ -177,6 +188,17 @@ def test_another_model_is_not_in_a_table_of_the_paper() -> None:
     run = enwik8_run(dense=1.5)
     run.record["experiment"]["model"]["width"] = 3055
     assert not list(paper_tables([run]))
+
+
+def test_a_share_of_the_whole_model_is_not_in_a_row_of_the_paper_which_prunes_a_part() -> None:
+    run = enwik8_run(dense=1.5, fac=1.8)
+    run.rows[0]["method"] = "dense"  # type: ignore[index]
+    for of, number in (("prunable", 1), ("model", 0)):
+        run.record["experiment"]["budget"] = {"removed": 0.8, "of": of}
+        ((_, table),) = paper_tables([run])
+        rows = {row[:2]: row for row in table.rows}
+        assert rows["dense", ""][7] == "1.5000"
+        assert [row[7] for row in table.rows].count("1.8000") == number, of
 
 
 def test_columns_and_tables_without_anything_are_not_shown(runs: Path) -> None:

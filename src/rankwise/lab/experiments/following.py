@@ -1,6 +1,6 @@
-"""Runs on several processes: the first goes through a run as one process does, and the others follow it.
+"""Runs on several processes: the first rank goes through a run as a single process does, and the others follow it.
 
-They have no part in it but the trainings: the first tells them which comes next, and they take part in it.
+The others take part in the trainings alone: before each one, the first rank tells them which it is.
 """
 
 from __future__ import annotations

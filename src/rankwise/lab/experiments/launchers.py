@@ -1,6 +1,6 @@
 """Where the cells of a sweep run: in processes of this machine, in jobs of SLURM or in tasks of Ray.
 
-All three run the same command in a process of its own (`cell.py`), which says itself whether it came to its end. A
+All three run the same command (`cells.py`) in a process of its own, which leaves a file when it has finished. A
 launcher starts it, knows when it is over, and stops it.
 """
 

@@ -64,15 +64,11 @@ def run(
     experiment: Experiment, folder: Place, *, watcher: Watcher | None = None, trackers: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train, prune, export, evaluate and time; the record, which is also in `record.json`."""
-    return run_variants(experiment, _asked_for(experiment), folder, watcher=watcher, trackers=trackers)
+    return run_variants(experiment, asked_for(experiment), folder, watcher=watcher, trackers=trackers)
 
 
-def planned(experiment: Experiment) -> list[Variant]:
-    """Every model that `run` trains from the base, in order, with those that others are compared with."""
-    return from_base(experiment, _asked_for(experiment))
-
-
-def _asked_for(experiment: Experiment) -> list[Variant]:
+def asked_for(experiment: Experiment) -> list[Variant]:
+    """The experiment's own method, and those that it is compared with."""
     own = experiment.method.name
     names = dict.fromkeys((own, *experiment.compare))
     if experiment.budget is None and (others := [name for name in names if name != own]):
@@ -130,7 +126,7 @@ def _run_variants(
     announce(experiment, path, latency)
     base, rows = None, []
     if experiment.base is not None:
-        base = train_base(context, experiment)
+        (base,) = Part.of_base(context, experiment).make()
         rows = [base] if all(variant.name != DENSE for variant in variants) else []
     for variant in variants:
         rows += Part.of_variant(context, variant, _base_of(path, variant)).make()
@@ -175,7 +171,8 @@ def train(
         with_size(experiment, latency).make_task(context.data).check()
         check_parts(context, experiment, [])
         announce(experiment, path, latency)
-        return train_base(context, experiment)
+        (row,) = Part.of_base(context, experiment).make()
+        return row
 
 
 @led
@@ -236,12 +233,6 @@ def begin(
     watcher = watcher or Watcher()
     watcher.phase(f"reading {experiment.reads}")
     return Context((read or experiment.read)(watcher.read), folder, watcher, trackers)
-
-
-def train_base(context: Context, experiment: Experiment) -> Row:
-    """Train the dense model, unless that is done already; its row of the table."""
-    (row,) = Part.of_base(context, experiment).make()
-    return row
 
 
 def from_base(experiment: Experiment, variants: Sequence[Variant]) -> list[Variant]:

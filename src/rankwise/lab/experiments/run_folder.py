@@ -161,9 +161,14 @@ def read_experiment(folder: Path) -> Experiment:
             f"A run's folder must hold {EXPERIMENT}, but {folder} does not. Give the folder that `rankwise run`, "
             "`train`, `prune` or `sweep` wrote to."
         )
+    return experiment_from(plain).portable()
+
+
+def experiment_from(plain: Mapping[str, Any]) -> Experiment:
+    """The experiment that `write_experiment` wrote down."""
     if isinstance(corpus := plain.get("corpus"), dict):
-        plain["corpus"] = {name: value for name, value in corpus.items() if name != FINGERPRINT}
-    return from_json(plain).portable()
+        plain = {**plain, "corpus": {name: value for name, value in corpus.items() if name != FINGERPRINT}}
+    return from_json(plain)
 
 
 def read_fingerprint(folder: Path) -> str | None:

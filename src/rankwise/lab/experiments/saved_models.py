@@ -40,7 +40,7 @@ ASSUMED = (
 )
 LENGTH = 256
 """Tokens of a sequence to be timed, where no run says how many it was trained on."""
-FRESH = "dense, fresh weights"
+DENSE, FRESH = "dense", "dense, fresh weights"
 
 
 def kind_of(folder: Path) -> Literal["saved", "run", "pretrained"] | None:
@@ -195,12 +195,13 @@ def _models_of_run(folder: Path) -> TimedModels:
         )
     if (run / BASE / MODEL).is_dir() and run / BASE not in places:
         places.append(run / BASE)
-    # the base is the dense model; what trained on from it takes as long
-    places.sort(key=lambda place: (place.name != BASE, place.name != "dense", place.name))
-    models = {"dense" if place.name == BASE else place.name: open_folder(place / MODEL).float() for place in places}
-    first = places[0]
-    if first.name not in (BASE, "dense"):
-        models = {FRESH: _dense_of(first / MODEL, models[first.name]), **models}
+    # the base, and what trained on from it, take as long as each other
+    dense = [place for place in places if read_experiment(place).method.name == DENSE]
+    dense.sort(key=lambda place: (place.name != BASE, place.name != DENSE))
+    small = sorted(place for place in places if place not in dense)
+    models = {place.name: open_folder(place / MODEL).float() for place in small}
+    first = open_folder(dense[0] / MODEL).float() if dense else _dense_of(small[0] / MODEL, models[small[0].name])
+    models = {DENSE if dense else FRESH: first, **models}
     record = next((place / RECORD for place in (folder, run) if "format" in (read_json(place / RECORD) or {})), None)
     return TimedModels(models, experiment.length, record)
 

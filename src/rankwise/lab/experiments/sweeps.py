@@ -7,60 +7,24 @@ Runs of one seed share their base. A launcher makes the same parts in the same f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.core.budget import Budget
 from rankwise.errors import PartsFailedError, RankwiseError
-from rankwise.lab.experiments.cells import PLAN, TABLE, WORKERS, Cell, Scheduler
+from rankwise.lab.experiments.cells import PLAN, TABLE, WORKERS, Cell, Grid, Scheduler
 from rankwise.lab.experiments.following import led
 from rankwise.lab.experiments.launchers import Launcher
 from rankwise.lab.experiments.pipeline import Place, announce, begin, check_parts, from_base, run_variants
 from rankwise.lab.experiments.run_folder import BASE, FORMAT, RECORD, SWEEP, VERSION, claim, write_experiment
-from rankwise.lab.experiments.variants import DENSE, Variant
-from rankwise.lab.tasks.base import Experiment, check_seed, from_json
+from rankwise.lab.experiments.variants import DENSE
+from rankwise.lab.tasks.base import Experiment, check_seed
 from rankwise.lab.training import Watcher
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import RunFolder, read_json, write_file
 
 SHOWN = 3
 """Failed cells that a message tells of."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What a sweep runs with every seed."""
-
-    experiment: Experiment
-    methods: Sequence[str]
-    removed: Sequence[float]
-
-    def of_seed(self, seed: int) -> tuple[Experiment, list[Variant]]:
-        """The experiment whose base is shared, and its variants."""
-        experiment = replace(self.experiment, seed=seed)
-        of = "model" if experiment.budget is None else experiment.budget.of
-        sizes = {f"{100 * level:g}": Budget(removed=level, of=of) for level in self.removed}
-        with_control = experiment.reference == "base" or DENSE in self.methods
-        variants = []
-        for method in self.methods if with_control else [DENSE, *self.methods]:
-            if method == DENSE:
-                variants.append(Variant(DENSE, experiment.control()))
-            else:
-                variants += [
-                    Variant(f"{method}-{n}", experiment.with_method(method, size)) for n, size in sizes.items()
-                ]
-        return experiment, variants
-
-    def to_json(self, trackers: Sequence[str]) -> dict[str, Any]:
-        """What a process needs to make a cell."""
-        plain = self.experiment.to_json()
-        return {"experiment": plain, "methods": [*self.methods], "removed": [*self.removed], "trackers": [*trackers]}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> tuple[Grid, list[str]]:
-        """The grid and the trackers."""
-        return cls(from_json(plain["experiment"]), plain["methods"], plain["removed"]), plain["trackers"]
 
 
 @led

@@ -2,14 +2,13 @@
 
 from rankwise.lab.report.tables import (
     CONTROL,
-    EXPERIMENT,
-    EXPORT,
     FORMATS,
     MEASURES,
     RECORD,
     TABLE,
     TAUGHT,
     Table,
+    control_of,
     gather,
     row_table,
     spread,
@@ -18,14 +17,13 @@ from rankwise.lab.report.tables import (
 
 __all__ = [
     "CONTROL",
-    "EXPERIMENT",
-    "EXPORT",
     "FORMATS",
     "MEASURES",
     "RECORD",
     "TABLE",
     "TAUGHT",
     "Table",
+    "control_of",
     "gather",
     "row_table",
     "spread",

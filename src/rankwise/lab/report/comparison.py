@@ -120,8 +120,12 @@ def paper_tables(runs: Iterable[Run]) -> Iterator[tuple[str, Table]]:
 def _in_cells(run: Run, name: str) -> dict[str, Any]:
     """The record of a run with rows named by method and percentage, as in a table of results."""
     rows = []
+    # the paper's percentages are of the prunable part
+    of_prunable = (run.experiment.get("budget") or {}).get("of") != "model"
     for row in run.rows:
         model = Model(run, row)
+        if not (of_prunable or model.is_dense):
+            continue
         # only what the run was asked for is a cell: a model of another size is none
         level = model.level if row["name"] == model.series else None
         rows.append({**row, "name": row["name"] if level is None else f"{row['name']}-{level:g}"})

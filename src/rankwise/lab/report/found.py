@@ -46,7 +46,7 @@ class Training:
         return series_of(self.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """A base and what was made from it, with one seed; or a compressed folder."""
 
@@ -149,6 +149,8 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         yield from _of_record(read_json(path), title, None, problems)
     elif (path / COMPRESSION).is_file():
         yield compressed_run(path, title)
+    elif _has_no_figures(path):
+        raise CheckpointError("holds a model that is not evaluated yet, or whose figures are with its smallest size")
     elif (path / METRICS).is_file() or (path / EXPORT).is_file():
         yield _part(path, title)
     elif (path / RECORD).is_file():
@@ -177,6 +179,11 @@ def _unfinished_sweep(path: Path, title: str, problems: list[Problem]) -> Iterat
     yield from (replace(run, finished=False) for run in found[-1:])
 
 
+def _has_no_figures(folder: Path) -> bool:
+    """Whether the rows of the model in this folder are elsewhere: one of several sizes, all but the last of them."""
+    return (folder / EXPERIMENT).is_file() and (folder / MODEL).is_dir() and not (folder / EXPORT).is_file()
+
+
 def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
     """What a folder of records, or of runs, holds. What else lies there is no mistake."""
     for file in sorted(path.glob("*.json")):
@@ -188,7 +195,8 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         if content.get("format") in (*FORMATS, TABLE):
             yield from _of_record(content, f"{title}/{file.stem}", None, problems)
     for folder in sorted(child for child in path.iterdir() if child.is_dir()):
-        if any((folder / name).is_file() for name in (RECORD, EXPERIMENT, COMPRESSION, METRICS)):
+        known = any((folder / name).is_file() for name in (RECORD, EXPERIMENT, COMPRESSION, METRICS))
+        if known and not _has_no_figures(folder):
             try:
                 yield from _runs_at(folder, f"{title}/{folder.name}", problems)
             except CheckpointError as error:

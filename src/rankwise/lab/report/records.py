@@ -66,6 +66,7 @@ FITS: Mapping[str, Callable[[Any], bool]] = {
     "milliseconds": lambda value: isinstance(value, Mapping) and _is_number(value.get("median")),
     "speedup": _is_number,
     "removed_of_prunable": _is_number,
+    "nonzeros": lambda value: isinstance(value, bool),
     "matrices": _lists_of(2),
     "ranks": _lists_of(4),
     "folder": lambda value: isinstance(value, str),

@@ -56,26 +56,6 @@ class Table:
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
 
-def row_table(row: Mapping[str, Any]) -> Table:
-    """The table of a single model: its size, and its quality on both splits."""
-    with _reading():
-        return _row_table(row)
-
-
-def _row_table(row: Mapping[str, Any]) -> Table:
-    shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
-    figures = [(split, measure) for split in SPLITS for measure in measures_of(row[split])]
-    columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES.get(m, m)}" for s, m in figures))
-    cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
-    return Table(columns, ((str(row["name"]), f"{row['parameters']:,}", *cells),))
-
-
-def table(record: Mapping[str, Any]) -> Table:
-    """The table of a run, or of a sweep, which has means over seeds and their spread."""
-    with _reading():
-        return _table(record)
-
-
 @contextmanager
 def _reading() -> Iterator[None]:
     """Say in one line that what was read is no record of ours: its content is checked by being used."""
@@ -89,7 +69,19 @@ def _reading() -> Iterator[None]:
         ) from error
 
 
-def _table(record: Mapping[str, Any]) -> Table:
+@_reading()
+def row_table(row: Mapping[str, Any]) -> Table:
+    """The table of a single model: its size, and its quality on both splits."""
+    shares = [share for share in SHARES if share == "removed" or row[share] != row["removed"]]
+    figures = [(split, measure) for split in SPLITS for measure in measures_of(row[split])]
+    columns = ("", "parameters", *(SHARES[s] for s in shares), *(f"{s} {MEASURES.get(m, m)}" for s, m in figures))
+    cells = (*(f"{row[share]:.1%}" for share in shares), *(f"{row[s][m]:.4f}" for s, m in figures))
+    return Table(columns, ((str(row["name"]), f"{row['parameters']:,}", *cells),))
+
+
+@_reading()
+def table(record: Mapping[str, Any]) -> Table:
+    """The table of a run, or of a sweep, which has means over seeds and their spread."""
     runs = record.get("runs", [record])
     measures = measures_of(runs[0]["rows"][0]["test"])
     names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
@@ -152,14 +144,13 @@ def _times(group: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 def _lost(runs: Sequence[Mapping[str, Any]], name: str, measure: str) -> list[float]:
     """By how much the test measure of a method exceeds that of its dense control of the same seed."""
-    losses = []
-    for run in runs:
-        for row in run["rows"]:
-            control = control_of(run["rows"], row)
-            # a model that has learned nothing may score 0
-            if row["name"] == name and control is not None and control["test"][measure] > 0:
-                losses.append(row["test"][measure] / control["test"][measure] - 1)
-    return losses
+    pairs = [(row, control_of(run["rows"], row)) for run in runs for row in run["rows"] if row["name"] == name]
+    # a model that has learned nothing may score 0
+    return [
+        row["test"][measure] / control["test"][measure] - 1
+        for row, control in pairs
+        if control is not None and control["test"][measure] > 0
+    ]
 
 
 def control_of(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -198,6 +189,7 @@ def spread(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
     return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}{unit}"
 
 
+@_reading()
 def gather(paths: Sequence[Path]) -> dict[str, Any]:
     """The records that these paths hold, by title. Models that were pruned one by one share a record."""
     found: dict[str, Any] = {}
@@ -205,11 +197,9 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
     models = [path for path in paths if (path / EXPORT).is_file() and "rows" in read_json(path / EXPORT)]
     for path in paths:
         if path not in models:
-            with _reading():
-                found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
+            found |= {f"{record['name']}, {file}": record for file, record in _records_at(path).items()}
     if models:
-        with _reading():
-            found[", ".join(map(str, models))] = _record_of_models(models)
+        found[", ".join(map(str, models))] = _record_of_models(models)
     return found
 
 

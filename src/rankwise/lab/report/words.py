@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.lab.report.found import CONFIG, MODEL, Run
+from rankwise.lab.report.found import CONFIG, MODEL, STRUCTURE, Run
 from rankwise.lab.report.models import Model, Point, models_of, points_of
-from rankwise.lab.report.tables import CONTROL, MEASURES, measured_on
+from rankwise.lab.report.tables import CONTROL, EXPERIMENT, MEASURES, measured_on
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ def headline(runs: Sequence[Run]) -> Headline:
     models = [model for model in models_of(runs) if not model.is_dense]
     if not models:
         return _nothing_yet(runs)
-    title = models[0].run.title
-    model = _main([model for model in models if model.run.title == title])
-    point = next(
-        (p for p in points_of([m for m in models_of(runs) if m.run.title == title]) if model in p.models), None
-    )
+    alike = [model for model in models if model.run.title == models[0].run.title]
+    model = _main(alike)
+    point = next((point for point in points_of(alike) if model in point.models), None)
     row, dense = model.row, model.run.dense
-    name = str(model.run.record.get("name") or title).rstrip("/").rpartition("/")[2] or title
+    name = str(model.run.record.get("name") or model.run.title).rstrip("/").rpartition("/")[2] or model.run.title
     before = None if dense is None else dense["parameters"]
     asked = f" (asked for: {model.asked}, achieved: {_achieved(model)})" if model.asked else ""
-    if before:
-        sentence = f"{row['name']} makes {name} {row['removed']:.1%} smaller, "
-        sentence += f"{row['parameters']:,} of {before:,} parameters{asked}"
-        tiles = [Tile("parameters", _short(before), _short(row["parameters"]), f"{-row['removed']:+.1%}")]
+    size = f"{row['parameters']:,}{f' of {before:,}' if before else ''} parameters"
+    if row["nonzeros"]:
+        # its matrices keep their shape
+        sentence, counted = f"With {row['name']}, {size} are not zero in {name}", "non-zero parameters"
+    elif before:
+        sentence, counted = f"{row['name']} makes {name} {row['removed']:.1%} smaller, {size}", "parameters"
     else:
-        sentence = f"{row['name']} leaves {row['parameters']:,} parameters of {name}{asked}"
-        tiles = [Tile("parameters", "", _short(row["parameters"]), f"{-row['removed']:+.1%}")]
+        sentence, counted = f"{row['name']} leaves {size} of {name}", "parameters"
+    tile = Tile(counted, _short(before) if before else "", _short(row["parameters"]), f"{-row['removed']:+.1%}")
     words, more = _quality(model, point)
     timing, last = _speed(model, point)
-    return Headline(f"{sentence}{words}{timing}.", [*tiles, *more, *last])
+    return Headline(f"{sentence}{asked}{words}{timing}.", [tile, *more, *last])
 
 
 def _nothing_yet(runs: Sequence[Run]) -> Headline:
@@ -131,9 +131,7 @@ def status_of(run: Run) -> str:
     """How far a run is that has no record yet."""
     if run.finished:
         return ""
-    steps = []
-    for training in run.trainings:
-        steps.append(f"{training.name} at step {training.metrics.last_step:,}")
+    steps = [f"{training.name} at step {training.metrics.last_step:,}" for training in run.trainings]
     seed = f", seed {run.seed}" if run.seed else ""
     return f"{run.title}{seed} is not finished: {'; '.join(steps) or 'no step is logged yet'}."
 
@@ -148,7 +146,7 @@ def recipes(runs: Sequence[Run]) -> list[Recipe]:
         saved = folder / MODEL if (folder / MODEL).is_dir() else folder
         if (saved / CONFIG).is_file():
             return list(_pretrained(saved))
-        if (saved / "rankwise.json").is_file():
+        if (saved / STRUCTURE).is_file():
             return list(_own(folder, saved))
     return []
 
@@ -156,9 +154,13 @@ def recipes(runs: Sequence[Run]) -> list[Recipe]:
 def _own(folder: Path, saved: Path) -> Iterator[Recipe]:
     place = shlex.quote(str(folder))
     yield Recipe("Load it", f"import rankwise as rw\n\nmodel = rw.load({json.dumps(str(saved))})")
-    yield Recipe("Sample from it", f"rankwise sample {place} --length 200")
-    yield Recipe("Measure it here", f"rankwise evaluate {place} --split test\nrankwise bench {place}")
-    yield Recipe("Serve it", f"rankwise export {place} --to onnx   # or openvino, pt2")
+    bench = f"rankwise bench {place}"
+    # a model that no run made has no vocabulary and no data
+    if (folder / EXPERIMENT).is_file():
+        yield Recipe("Sample from it", f"rankwise sample {place} --length 200")
+        bench = f"rankwise evaluate {place} --split test\n{bench}"
+    yield Recipe("Measure it here", bench)
+    yield _export(place)
 
 
 def _pretrained(saved: Path) -> Iterator[Recipe]:
@@ -175,7 +177,11 @@ def _pretrained(saved: Path) -> Iterator[Recipe]:
         yield Recipe("Sample from it", f'{text}print(pipeline("text-generation", {name})("The", max_new_tokens=100))')
         yield Recipe("Serve it", f"vllm serve {place}")
     yield Recipe("Measure it here", f"rankwise bench {place}")
-    yield Recipe("Export it", f"rankwise export {place} --to onnx   # or openvino, pt2")
+    yield _export(place)
+
+
+def _export(place: str) -> Recipe:
+    return Recipe("Export it", f"rankwise export {place} --to onnx   # or openvino, pt2")
 
 
 def settings_of(run: Run) -> list[tuple[str, str]]:

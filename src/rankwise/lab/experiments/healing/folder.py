@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
 from rankwise.lab.experiments.saved_models import kind_of
 from rankwise.lab.training import Watcher, fit
 from rankwise.lab.training.checkpoint import check_same
-from rankwise.lab.training.config import Device
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import read_json, write_file
 from rankwise.lab.training.run import DivergedError
 
-STATE, TRAINING = "healing.json", "training"
+STATE, TRAINING, ABOUT = "healing.json", "training", "about"
 Place = str | os.PathLike[str]
 
 
@@ -82,19 +81,12 @@ def heal_folder(
     texts: Place | Sequence[Place],
     out: Place,
     *,
-    steps: int = HealingConfig.steps,
-    lr: float | None = None,
-    batch_size: int = HealingConfig.batch_size,
-    window: int | None = None,
     valid: Place | Sequence[Place] = (),
-    rates: Sequence[float] = HealingConfig.rates,
-    checkpointing: bool | None = None,
-    accumulate: int | None = None,
-    device: Device = HealingConfig.device,
-    seed: int = 0,
     overwrite: bool = False,
+    about: Mapping[str, Any] | None = None,
     watcher: Watcher | None = None,
     say: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> Healed:
     """Train the compressed model in `folder` to answer as `teacher` does, and write it to `out`.
 
@@ -105,17 +97,15 @@ def heal_folder(
         teacher: the dense model that it was made from: a folder, or a name on the hub.
         texts: files like those that the model is for; their ends are held out.
         out: may be `folder` itself, with `overwrite`.
-        steps, lr, batch_size, window, rates, checkpointing, accumulate, device, seed: see `HealingConfig`.
         valid: texts to hold out instead of the ends of `texts`: they choose the learning rate, so no test text.
         overwrite: replace a model that was saved in `out` before.
+        about: what else must be the same where a call goes on, as JSON.
         watcher: called on each event.
         say: called with lines that a user should read.
+        settings: those of `HealingConfig`, such as `steps`, `lr` and `batch_size`.
     """
     refuse_several("Healing")
-    config = HealingConfig(
-        steps=steps, lr=lr, batch_size=batch_size, window=window, rates=tuple(rates), checkpointing=checkpointing,
-        accumulate=accumulate, device=device, seed=seed,
-    )  # fmt: skip
+    config = HealingConfig(**settings)
     if not texts:
         raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
@@ -123,7 +113,7 @@ def heal_folder(
     watcher = watcher or Watcher()
     watcher.phase("reading the text")
     fingerprint = pair.read(_paths(texts), _paths(valid))
-    work = Work(_work_folder(target), pair, fingerprint, watcher)
+    work = Work(_work_folder(target), pair, {"text": fingerprint, ABOUT: about}, watcher)
     for note in pair.notes:
         say(note)
     return work.run(target, overwrite, say)
@@ -133,9 +123,14 @@ def _paths(given: Place | Sequence[Place]) -> list[Path]:
     return [Path(given)] if isinstance(given, str | os.PathLike) else [Path(each) for each in given]
 
 
-def is_unfinished(out: Place) -> bool:
-    """Whether a healing that writes to `out` was stopped, so that the same call goes on."""
-    return (_work_folder(Path(out)) / STATE).is_file()
+def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
+    """Whether a healing that writes to `out` was stopped, so that the same call goes on; with another `about` it may
+    not."""
+    folder = _work_folder(Path(out))
+    before = read_json(folder / STATE, "of")
+    if before is not None:
+        check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
+    return before is not None
 
 
 def _work_folder(out: Path) -> Path:
@@ -168,9 +163,9 @@ def _model_of(name: str) -> str:
 class Work:
     """The folder that keeps the state of a healing."""
 
-    def __init__(self, folder: Path, pair: Pair, fingerprint: str, watcher: Watcher) -> None:
+    def __init__(self, folder: Path, pair: Pair, more: Mapping[str, Any], watcher: Watcher) -> None:
         self.folder, self.pair, self.watcher = folder, pair, watcher
-        made_from = {**pair.made_from(), "text": fingerprint, "settings": asdict(pair.config)}
+        made_from = {**pair.made_from(), **more, "settings": asdict(pair.config)}
         # as JSON gives it back: a tuple is a list there
         self.of: dict[str, Any] = json.loads(json.dumps(made_from))
         before = read_json(folder / STATE, "of", "rates", "seconds")
@@ -197,7 +192,7 @@ class Work:
         model, record = self._fit(TRAINING, pair.config.steps, lr)
         after = pair.measured(pair.rounded(model))
         if not after < before:
-            say(f"Training made it no better on text that is held out ({after:.4g}), so {out} is as it was before.")
+            say(f"Training made it no better on text that is held out ({after:.4g}), so its weights stay as they were.")
             model, after = pair.load(), before
         healed = Healed(
             folder=str(out), parameters=count(model), measure=pair.measure, held_out=pair.held_out, dense=pair.dense,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rankwise.cli.command import parse
 from rankwise.cli.settings import configured
 from rankwise.lab.experiments.presets import PRESETS, preset
 from rankwise.lab.tasks.base import Experiment
-from tests.cli.cli_toys import results, words
+from tests.cli.cli_toys import cache, refusal, results, words
 
 
 def asked(*arguments: str) -> Experiment:
@@ -108,8 +109,7 @@ def test_a_bad_file_is_one_line(
     name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert run(["run", "--config", str(tmp_path / name), "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, "run", "--config", tmp_path / name, "--dry-run")
     assert message in line
     assert str(tmp_path / name) in line
 
@@ -119,21 +119,20 @@ def test_a_name_that_nothing_is_known_of_is_refused(
     kind: str, name: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, json.dumps({**preset(kind).to_json(), "name": name}), "json")
-    assert run(["run", "--config", path, "--dry-run"]) == 2
-    assert f"`name` must be that of a preset, but is {name!r} instead." in capsys.readouterr().err
+    line = refusal(capsys, "run", "--config", path, "--dry-run")
+    assert f"`name` must be that of a preset, but is {name!r} instead." in line
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "--config", str(tmp_path / "no.toml")]) == 2
-    assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in capsys.readouterr().err
+    line = refusal(capsys, "run", "--config", tmp_path / "no.toml")
+    assert f"must be a file that can be read, but {tmp_path / 'no.toml'}: No such file" in line
 
 
 def test_two_presets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     described = written(tmp_path, TOML, "toml")
     whole = written(tmp_path, json.dumps(preset("demo").to_json()), "json")
     for path, message in ((described, "is for the preset demo, but PRESET is causal"), (whole, "PRESET is given too")):
-        assert run(["run", "causal", "--config", path, "--dry-run"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(capsys, "run", "causal", "--config", path, "--dry-run")
 
 
 def files(folder: Path) -> Iterator[tuple[str, int]]:
@@ -155,8 +154,7 @@ def test_a_dry_run_touches_nothing(
 
 
 def test_a_dry_run_refuses_what_the_sweep_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["sweep", "enwik8-sru-fac-80", "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, "sweep", "enwik8-sru-fac-80", "--dry-run")
     assert "A sweep needs a base to share, but enwik8-sru-fac-80 has none. Choose another preset." in line
 
 
@@ -190,6 +188,25 @@ def test_a_dry_run_counts_every_model_that_the_run_trains(
     assert f"at most {steps:,} steps" in " ".join(line for line in shown.values())
 
 
+def test_a_sweep_trains_with_every_seed_what_a_run_trains(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps(*command: str) -> int:
+        assert run([*command, *words(place), "--dry-run"]) == 0
+        (found,) = re.findall(r"at most ([\d,]+) steps", capsys.readouterr().out)
+        return int(found.replace(",", ""))
+
+    once = steps("run", "demo", "--compare", "dense")
+    assert steps("sweep", "demo", "--methods", "flop-l0", "--seeds", "0,1,2") == 3 * once
+    # what a run would refuse
+    assert run(["sweep", "demo", "--method", "dense", "--compare", "fac", "--removed", "0.5", "--dry-run"]) == 0
+
+
+def test_a_dry_run_counts_the_teacher_that_pruning_trains(
+    place: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, names in (("0", "1 model: flop-l0"), ("0.5", "2 models: dense, flop-l0")):
+        assert run(["prune", str(finished), *cache(place), "--training.distill", share, "--dry-run"]) == 0
+        assert f"trains {names} " in " ".join(capsys.readouterr().out.split()) + " "
+
+
 def test_a_size_out_of_reach_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "demo", "--budget.params", "10", "--dry-run"]) == 2
-    assert "10" in capsys.readouterr().err
+    assert "10" in refusal(capsys, "run", "demo", "--budget.params", "10", "--dry-run")
