@@ -10,12 +10,13 @@ and one that failed is tried again after all others. What is not timed has `tort
 
 Everything is written to `--work` (runs/gpu-queue) as it is measured, and packed into two files of OUT within a second:
 `queue.zip` (records, and which jobs are done) and `logs.txt`; `--show` prints their table. Where WORK is gone, the same
-command goes on from OUT. FOLDER has enwik8 or enwik8.zip. Where git does not know the commit, RANKWISE_COMMIT says it.
+command goes on from OUT. FOLDER has enwik8 or enwik8.zip, and arena, the folder of `arena_queue.py`; jobs that lack it
+are left out. Where git does not know the commit, RANKWISE_COMMIT says it.
 
 After `--take`, print what shows the records: `page.py` (docs/results.md), `engines.py --page docs/deploy.md`,
 `scaling.py` (tables of docs/scaling.md), `torture.py table` (docs/reliability.md).
-
-The arena has a queue of its own (`arena_queue.py`), and the paper's tables have `tables.py`.
+Not taken: outcomes of tests and rows of the arena, of which queue.zip has records to look at first. The paper's tables
+have a queue of their own (`tables.py`).
 """
 
 from __future__ import annotations
@@ -50,10 +51,16 @@ def _run(preset: str) -> str:
     return f"{sys.executable} -m rankwise run {preset} --out {{place}}/run"
 
 
+def _arena(plan: int) -> str:
+    return f"{_script('arena_queue')} {{data}}/arena {{records}} {plan} --minutes {{minutes}}"
+
+
 SHARED = {"engines.json": ("parts", ("engine", "model")), "torture.json": ("rows", ("name",))}
 """Records that have rows of other machines as well, the list of them, and what a row is known by."""
 CORES = os.cpu_count() or 2
 OUTCOMES = "gpu-tests.jsonl"
+_TOY_ARENA = f"{_script('arena_queue')} {{place}}/models {{records}} toy --minutes {{minutes}} --at-once 2"
+ARENA = "arena-rows.jsonl"
 PYTEST = f"{sys.executable} -m pytest -p gpu_tests --outcomes {{records}}/{OUTCOMES}"
 VARIANTS = "30% removed;50% removed;30% removed, multiples of 256;30% removed, not fused;30% removed, pivot"
 TINY = "--tiny --layers 1 --repeats 2"
@@ -106,6 +113,7 @@ JOBS = {
         seconds=900,
         record="enwik8-sru-10min.json",
         least=120,
+        needs="enwik8*",
         made="run/record.json",
     ),
     "compress": Job(
@@ -128,12 +136,15 @@ JOBS = {
         record="results.csv",
     ),
     "inference": Job(command=f"{_script('gpu_inference')} --record", toy="+ --tiny", seconds=240, record="results.csv"),
+    "arena-1": Job(command=_arena(1), toy=_TOY_ARENA, seconds=520, record=ARENA, least=120, needs="arena"),
+    "arena-2": Job(command=_arena(2), toy=f"{_TOY_ARENA} --only dense", seconds=520, record=ARENA, needs="arena"),
     "half-hour": Job(
         command=f"{_run('enwik8-sru-30min')} --corpus.data {{data}}",
         toy=_run(f"demo {TINY_RUN}"),
         seconds=2400,
         record="enwik8-sru-30min.json",
         least=120,
+        needs="enwik8*",
         made="run/record.json",
     ),
 }
@@ -184,7 +195,7 @@ class Packed:
         """Copy the records of jobs that have ended well to `results/`, and say which are left."""
         for name, job in {**JOBS, "beside": FUZZ}.items():
             made = self.records.get(job.record)
-            if made is None or job.record == OUTCOMES:
+            if made is None or job.record.endswith(".jsonl"):
                 continue
             if job is not FUZZ and self.ended(name) != WELL:
                 print(f"left: {job.record}, because {name} ended {self.ended(name)}")
@@ -212,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs longer (default: 9)")
     parser.add_argument("--only", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
-    parser.add_argument("--data", type=Path, help="the folder with enwik8; without it, jobs that read it are left out")
+    parser.add_argument("--data", type=Path, help="the folder with enwik8 and arena")
     parser.add_argument("--work", type=Path, help="where jobs write (default: runs/gpu-queue)")
     parser.add_argument("--show", action="store_true", help="print the table of OUT, and run nothing")
     parser.add_argument("--take", action="store_true", help="copy records to results/, and run nothing")

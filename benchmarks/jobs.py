@@ -32,8 +32,8 @@ WELL = "well"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command. In it `{records}` is the folder of records, `{place}` one of its own, `{data}` that of corpora, and
-    `{attempt}` a number that is another one each time."""
+    """A command. In it `{records}` is the folder of records, `{place}` one of its own, `{data}` that of corpora,
+    `{minutes}` the time it has, and `{attempt}` a number that is another one each time."""
 
     command: str
     toy: str
@@ -46,6 +46,8 @@ class Job:
     """Seconds in which it measures something; with fewer left it is not begun."""
     timed: bool = True
     """Whether nothing may run beside it."""
+    needs: str = ""
+    """A pattern of what the folder of corpora must have; without it the job is left out."""
     made: str = ""
     """A file in its own folder that becomes the record when it has ended well."""
 
@@ -74,13 +76,14 @@ def kill(mark: str, seconds: float = 30.0) -> None:
 class Running:
     """A job that was begun."""
 
-    def __init__(self, name: str, job: Job, queue: Queue) -> None:
+    def __init__(self, name: str, job: Job, queue: Queue, seconds: float) -> None:
         self.name, self.job, self.queue, self.began = name, job, queue, time.monotonic()
         place = queue.work / name
         place.mkdir(exist_ok=True)
         command = job.command if not queue.toy else job.command + job.toy[1:] if job.toy[0] == "+" else job.toy
         attempt = 100 + queue.jobs.get(name, {}).get("attempts", 0)
         given = {"records": queue.records, "place": place, "data": queue.data, "attempt": attempt}
+        given["minutes"] = max(0.1, (seconds - GRACE) / 60)
         words = shlex.split(command.format(**{key: shlex.quote(str(value)) for key, value in given.items()}))
         self.mark = f"{queue.work}:{name}:"
         environment = {
@@ -149,13 +152,13 @@ class Queue:
                 left = deadline - GRACE - time.monotonic()
                 if self.ended(name) == WELL or left < job.least:
                     continue
-                if "{data}" in job.command and self.data is None and not self.toy:
+                if not self.toy and job.needs and not (self.data and any(self.data.glob(job.needs))):
                     continue
                 if job.timed and other is not None:
                     other = self._end(other)
                 elif not job.timed and other is None and beside is not None:
-                    other = Running("beside", beside, self)
-                self._watch(Running(name, job, self), min(job.seconds, left))
+                    other = Running("beside", beside, self, left)
+                self._watch(name, job, min(job.seconds, left))
         finally:
             if other is not None:
                 self._end(other)
@@ -169,8 +172,9 @@ class Queue:
         running.stop()
         running.note("with the others")
 
-    def _watch(self, running: Running, seconds: float) -> None:
-        """Until a job has ended, or its time is over."""
+    def _watch(self, name: str, job: Job, seconds: float) -> None:
+        """Run a job until it has ended, or its time is over."""
+        running = Running(name, job, self, seconds)
         try:
             while running.process.poll() is None and time.monotonic() < running.began + seconds:
                 time.sleep(0.2)
@@ -181,8 +185,8 @@ class Queue:
             running.stop()
         code = running.process.returncode
         running.note(f"stopped after {seconds:.0f} s" if not in_time else f"with exit code {code}" if code else WELL)
-        print(f"\n== {running.name}: {self.ended(running.name)}", flush=True)
-        print("\n".join(line[:150] for line in self.log(running.name)[-6:]), flush=True)
+        print(f"\n== {name}: {self.ended(name)}", flush=True)
+        print("\n".join(line[:150] for line in self.log(name)[-6:]), flush=True)
 
     def log(self, name: str) -> list[str]:
         """The lines that a job has printed."""

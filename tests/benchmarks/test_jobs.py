@@ -121,7 +121,7 @@ def test_the_same_again_runs_what_is_not_done_and_what_failed_last(tmp_path: Pat
     given = {
         "fails": job(note, order, "fails", 1),
         "works": job(note, order, "works", 0),
-        "data": job(note, order, "data", 0, "{data}"),
+        "data": job(note, order, "data", 0, "{data}", needs="work*"),
     }
     for _ in range(2):
         Queue(tmp_path / "out", tmp_path / "work").run(given, time.monotonic() + 60)
