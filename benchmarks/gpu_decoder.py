@@ -12,7 +12,6 @@ times mean nothing.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import Record, interleaved
+from harness import Record, interleaved, spread
+from models import draw_falling
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -55,8 +55,6 @@ VARIANTS: dict[str, tuple[float, dict[str, Any], bool]] = {
 """The share removed, settings of `rankwise.compress`, and whether layers are fused."""
 CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 2048 tokens": (1, 2048)}
 TINY_CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 64 tokens": (1, 64)}
-DECAY = 0.6
-"""The k-th singular value is about k to the power of minus this."""
 
 
 def causal(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
@@ -91,14 +89,7 @@ def build(shape: dict[str, int], layers: int, device: str) -> nn.Module:
     config._attn_implementation = "causal"
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                rank = min(module.weight.shape)
-                s_R = torch.arange(1, rank + 1, device=device) ** -DECAY
-                p_OR, q_RI = (torch.randn(size, rank, device=device) / size**0.5 for size in module.weight.shape)
-                weight_OI = (p_OR * s_R) @ q_RI.T
-                module.weight.copy_(weight_OI * 0.02 / weight_OI.std())
+    draw_falling(model)
     return model.eval()
 
 
@@ -109,12 +100,6 @@ def ranks(model: nn.Module, names: list[str]) -> list[int | str]:
         module = model.get_submodule(name)
         found.append(module[-1].in_features if isinstance(module, nn.Sequential) else "dense")
     return found
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-    return {"median": statistics.median(values), "p20": p20, "p80": p80}
 
 
 def main() -> None:

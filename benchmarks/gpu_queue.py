@@ -132,7 +132,7 @@ JOBS = {
     "loop": Job(
         command=f"{_script('lm_speed')} loop --cases dense '20% open' '10% open' --seconds 10",
         toy="+ --tiny --models sru",
-        seconds=240,
+        seconds=330,
         record="results.csv",
     ),
     "inference": Job(command=f"{_script('gpu_inference')} --record", toy="+ --tiny", seconds=240, record="results.csv"),

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_decoder import SHAPE, TINY, build, profile, spread
-from harness import Record
+from gpu_decoder import SHAPE, TINY, build, profile
+from harness import Record, spread
 from torch import nn
 
 import rankwise as rw

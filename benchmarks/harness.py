@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -63,18 +63,30 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def record(benchmark: str, case: str, values: list[float], unit: str, goal: str = "") -> None:
-    """Append the median of `values`, with its spread, to results.csv, and print it."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, and between which values the middle three fifths are."""
     ordered = sorted(values)
     p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
+    return {"median": statistics.median(ordered), "p20": p20, "p80": p80}
+
+
+def record(benchmark: str, case: str, values: Sequence[float], unit: str, goal: str = "", *, keep: bool = True) -> None:
+    """Print the median of `values` with its spread, and append it to results.csv."""
+    found = {name: f"{value:.4g}" for name, value in spread(values).items()}
+    print(
+        f"{benchmark:<12} {case:<44} {found['median']:>8} {unit:<6} [{found['p20']}, {found['p80']}]  {goal}",
+        flush=True,
+    )
+    if not keep:
+        return
     row: dict[str, object] = dict(  # noqa: C408
         date=date.today().isoformat(),
         benchmark=benchmark,
         case=case,
-        value=f"{statistics.median(values):.4g}",
+        value=found["median"],
         unit=unit,
-        p20=f"{p20:.4g}",
-        p80=f"{p80:.4g}",
+        p20=found["p20"],
+        p80=found["p80"],
         repeats=len(values),
         goal=goal,
         hardware=hardware(),
@@ -89,7 +101,6 @@ def record(benchmark: str, case: str, values: list[float], unit: str, goal: str 
         if new:
             writer.writeheader()
         writer.writerow(row)
-    print(f"{benchmark:<12} {case:<44} {row['value']:>8} {unit:<6} [{row['p20']}, {row['p80']}]  {goal}", flush=True)
 
 
 class Record:
