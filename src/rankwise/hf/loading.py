@@ -179,7 +179,7 @@ class PretrainedModel(Source):
         try:
             return is_decoder(load_config(self.name)) and bool(load_tokenizer(self.name, needed=False))
         # loading the model says what is wrong
-        except (OSError, ValueError, KeyError):
+        except CheckpointError:
             return False
 
     def load(self) -> nn.Module:
@@ -212,7 +212,7 @@ class PretrainedModel(Source):
         return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
 
     def window(self, most: int) -> int:
-        with suppress(OSError, ValueError, KeyError, RankwiseError):
+        with suppress(CheckpointError, ValueError):
             return default_window(load_config(self.name), most)
         return most
 
@@ -221,7 +221,7 @@ class PretrainedModel(Source):
         tokenizer = load_tokenizer(self.name, needed=True)
         try:
             config = load_config(self.name)
-        except (OSError, ValueError, KeyError):
+        except CheckpointError:
             # there is none, which loading the model will say
             config = None
         special = special_tokens(tokenizer, config)
@@ -267,7 +267,9 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     """
     wanted = calibration.num_windows + calibration.num_kept_back
     length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
-    first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
+    ends = getattr(model.config.get_text_config(), "eos_token_id", None) or 0
+    # what ends a text also comes before one; a model may have several such tokens
+    first = special.before or (ends[0] if isinstance(ends, list) else ends,)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model):
         torch.manual_seed(seed)
@@ -308,7 +310,12 @@ def _check_windows(model: Any, windows: list[Tensor]) -> None:
         raise DataError(
             f"A window must be at most {places} tokens, which is all the model reads, but is {length}. Pass --window."
         )
-    largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
+    check_words(max(int(window.max()) for window in windows), model.config)
+
+
+def check_words(largest: int, config: Any) -> None:
+    """Refuse tokens that the model does not have; `largest` is the largest of them."""
+    words = config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
 
