@@ -199,19 +199,21 @@ def test_tests_that_passed_are_not_run_again_and_a_failure_is_told_at_once(tmp_p
     outcomes = tmp_path / "outcomes.jsonl"
     command = f"{sys.executable} -m pytest -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} test_toy.py"
 
-    def run(fixed: str) -> str:
+    def run(fixed: str, code: int) -> str:
         settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "FIXED": fixed}
         done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert done.returncode == code
         return done.stdout
 
-    assert run("no").count("\nFAILED test_toy.py::test_fails\n") == 1
+    assert run("no", 1).count("\nFAILED test_toy.py::test_fails\n") == 1
     assert gpu_tests.read(outcomes.read_text()) == {
         "test_toy.py::test_passes": "passed",
         "test_toy.py::test_fails": "failed",
         "test_toy.py::test_is_skipped": "skipped",
     }
-    assert "1 passed, 2 deselected" in run("yes")
+    assert "1 passed, 2 deselected" in run("yes", 0)
     assert gpu_tests.read(outcomes.read_text())["test_toy.py::test_fails"] == "passed"
+    assert "3 deselected" in run("yes", 0)
 
 
 def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None:
