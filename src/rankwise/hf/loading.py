@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
@@ -271,7 +271,7 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     # what ends a text also comes before one; a model may have several such tokens
     first = special.before or (ends[0] if isinstance(ends, list) else ends,)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model):
+    with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
         torch.manual_seed(seed)
         found = [
             model.generate(
@@ -281,8 +281,6 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
                 min_new_tokens=length,
                 do_sample=True,
                 top_k=0,
-                top_p=1.0,
-                temperature=1.0,
                 use_cache=True,
             ).cpu()
             for done in range(0, wanted, GENERATED)
@@ -292,6 +290,17 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     made = kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
     line = OWN_TEXT.format(len(made.used), len(made.used[0]))
     return made._replace(notes=[line, *made.notes] if calibration.file is None else made.notes)
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Leave out what a folder says of answers, such as a penalty for repetitions."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _use_cache(model: Any, wanted: bool | None) -> bool | None:
