@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping
@@ -86,11 +87,15 @@ class Running:
         given["minutes"] = max(0.1, (seconds - GRACE) / 60)
         words = shlex.split(command.format(**{key: shlex.quote(str(value)) for key, value in given.items()}))
         self.mark = f"{queue.work}:{name}:"
+        # what is killed cannot remove its temporary files
+        self.scratch = Path(tempfile.mkdtemp(prefix="job-"))
         environment = {
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "200",
             **os.environ,
             MARK: self.mark,
+            "TMPDIR": str(self.scratch),
+            "TORCHINDUCTOR_CACHE_DIR": str(queue.work / "inductor"),
             "RANKWISE_BENCHMARKS_CSV": str(queue.records / "results.csv"),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         }
@@ -106,6 +111,7 @@ class Running:
         self.process.kill()
         kill(self.mark)
         self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def note(self, ended: str) -> None:
         """Keep how it ended, and its record."""

@@ -231,6 +231,16 @@ def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None
     assert plain.rows == [{"name": "a"}]
 
 
+def test_temporary_files_of_a_job_that_is_killed_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, tempfile, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "open(sys.argv[1], 'w').write(tempfile.mkdtemp()); time.sleep(600)"
+    )
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    queue.run({"run": job(code, "{records}/said.txt", seconds=1)}, time.monotonic() + 60)
+    assert not Path((queue.records / "said.txt").read_text()).exists()
+
+
 def test_ctrl_c_reaches_a_job_before_it_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
