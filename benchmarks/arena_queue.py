@@ -7,8 +7,9 @@
 
 FOLDER holds the folders of the models `smollm2` and `gemma`, with their tokenizers, `smollm2-tokens.npz` and
 `gemma-tokens.npz` (`arena_texts.py`, `arena.py tokenize`), and `train.txt`. Jobs begin in the order of the plan; when
-the time is up, what still runs is ended, and the same command goes on with the rest. Each job that ends adds a line to
-OUT/rows.jsonl; OUT/logs has what it printed. OUT/arena-MODEL.json are records for `results/`.
+the time is up, what still runs is ended; the exit code is 1, and the same command goes on with the rest. Each job
+that ends adds a line to OUT/arena-rows.jsonl, what it printed to OUT/arena-logs.txt, and its row to
+OUT/arena-MODEL.json, records for `results/`. `gpu_queue.py` has both plans among its jobs.
 
 The second plan takes the texts and the smoothing that lose least on `valid`, `docstrings` and `news` (half the weight
 on the first, half on the other two), and the refinement that is best on `valid`; never by test text. Mixtures with code
@@ -19,18 +20,20 @@ by hand.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,120 +43,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import arena
 import torch
 from arena import Cell, Protocol
+from arena_plans import BOS, BROAD, TEXTS, Job, first_plan, ratios, second_plan
 
 import rankwise as rw
 
-TEXTS = ("valid", "docstrings", "news", "test", "other")
-BOS = {"smollm2": None, "gemma": 2}
-LEVELS = {"smollm2": (0.2, 0.3, 0.4), "gemma": (0.1, 0.2, 0.3)}
-BROAD = "train+prose+sentences"
+ROWS = "arena-rows.jsonl"
 MOST_GEMMA = 3
 """Processes with its large logits at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One process."""
-
-    model: str
-    kind: str = "row"
-    """row, dense, generate or command."""
-    cell: Cell | None = None
-    words: tuple[str, ...] = ()
-    """Of a command of rankwise, which is timed."""
-    alone: bool = False
-    """Whether nothing else runs beside it, so that its seconds mean something."""
-
-    @property
-    def key(self) -> str:
-        parts = () if self.cell is None else [f"{name}={value}" for name, value in self.cell.settings.items()]
-        return " ".join([self.model, self.kind, *parts, *self.words, *(["alone"] if self.alone else [])])
-
-    @property
-    def needs_generated(self) -> bool:
-        return self.cell is not None and "generated" in self.cell.calibrate
-
-
-def ours(model: str, removed: float, *, alone: bool = False, **settings: Any) -> Job:
-    given = {"name": "ours", "removed": removed, **settings}
-    return Job(model=model, cell=Cell(**given), alone=alone)
-
-
-def first_plan() -> list[Job]:
-    """SmolLM2 and Gemma at 20%: refinement, which takes longest, texts and smoothing."""
-    jobs = [Job(model="smollm2", kind=kind) for kind in ("generate", "dense")]
-    tried = (
-        {"refine": 500, "calibration_windows": 1024, "refine_lr": 2e-4},
-        {"refine": 500, "calibration_windows": 1024},
-        {"refine": 250, "calibration_windows": 512},
-    )
-    jobs += [ours("smollm2", 0.2, calibrate=BROAD, **how) for how in tried]
-    jobs += [Job(model="gemma", kind=kind) for kind in ("generate", "dense")]
-    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+prose", f"{BROAD}+generated")]
-    jobs += [ours("gemma", 0.2, calibrate=mix) for mix in (BROAD, "train")]
-    return jobs + [ours("smollm2", 0.2, calibrate=BROAD, smoothing=how) for how in ("0.1,0.1,1", "0,0,1", "0.3,0.3,1")]
-
-
-def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Job]:
-    """By what the first has shown: sizes, healing, Gemma, peers on the same texts, samples, aligned ranks, seconds."""
-    best = {model: chosen(rows, model, options) for model in BOS}
-    refined = best_refinement(rows, options)
-
-    def levels(model: str, **more: Any) -> list[Job]:
-        return [ours(model, level, **{**best[model], **more}) for level in LEVELS[model]]
-
-    def beside(*names: str, **more: Any) -> list[Job]:
-        given = {**more, "calibrate": best["smollm2"]["calibrate"]}
-        cells = [Cell(name=name, removed=level, **given) for level in LEVELS["smollm2"] for name in names]
-        return [Job(model="smollm2", cell=cell) for cell in cells]
-
-    jobs = [Job(model=model, kind="dense") for model in BOS]
-    jobs += levels("smollm2", **refined, heal=300) + levels("gemma") + beside("zs-svd", "aa-svd", **refined)
-    jobs += [ours("smollm2", 0.2, refine=500, calibration_windows=1024, refine_lr=2e-4)]
-    jobs += levels("smollm2") + levels("smollm2", **refined, seed=1) + [Job(model="smollm2", kind="command")]
-    jobs += [*levels("smollm2", **refined, seed=2), ours("gemma", 0.3, **best["gemma"], refine=250)]
-    jobs += beside("zs-svd", "aa-svd", "svd-llm") + beside("svd-llm", **refined) + levels("gemma", heal=300)
-    jobs += [job for seed in (1, 2) for job in levels("gemma", seed=seed)]
-    jobs += [ours("smollm2", 0.2, name="ours-pairs", rank_multiple=number) for number in (None, 64, 32, 16, 8)]
-    jobs += [ours("smollm2", 0.2, name="ours-gpu")]
-    return [*jobs, Job(model="smollm2", kind="command", words=("--refine", "0", "--ranks", "global"), alone=True)]
-
-
-def ratios(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Perplexities of a row as shares of the dense model's."""
-    dense = next((each for each in rows if each["kind"] == "dense" and each["model"] == row["model"]), None)
-    return {name: row[name] / dense[name] for name in TEXTS if name in row} if dense else {}
-
-
-def score(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
-    found = {name: math.log(value) for name, value in ratios(row, rows).items()}
-    return 0.5 * found["valid"] + 0.25 * (found["docstrings"] + found["news"]) if found else math.inf
-
-
-def chosen(rows: Sequence[dict[str, Any]], model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Texts and smoothing that lose least at 20%, not refined."""
-    given = {name: getattr(options, name) for name in ("calibrate", "smoothing") if getattr(options, name) is not None}
-    tried = [
-        row
-        for row in rows
-        if (row["model"], row["kind"], row.get("removed")) == (model, "row", 0.2)
-        and row["name"] == "ours"
-        and not any(row.get(name) for name in ("refine", "polish", "heal", "calibration_windows"))
-        and "code" not in row.get("calibrate", "")
-    ]
-    best = min(tried, key=lambda row: score(row, rows), default={"calibrate": BROAD})
-    return {"calibrate": best.get("calibrate", "train"), "smoothing": best.get("smoothing", ""), **given}
-
-
-def best_refinement(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Steps, rate and windows that are best on validation text, of those tried on the broad texts."""
-    tried = [row for row in rows if row["model"] == "smollm2" and row.get("refine") and "polish" not in row]
-    tried = [row for row in tried if row.get("calibrate") == BROAD and row.get("removed") == 0.2]
-    tried = [row for row in tried if row["name"] == "ours" and not row.get("seed") and not row.get("heal")]
-    names = ("refine", "refine_lr", "calibration_windows")
-    best = min(tried, key=lambda row: float(row["valid"]), default={"refine": 250, "calibration_windows": 512})
-    found = {name: best[name] for name in names if name in best}
-    return {**found, **({} if options.windows is None else {"calibration_windows": options.windows})}
 
 
 def perform(job: Job, folder: Path, device: str, *, toy: bool) -> dict[str, Any]:
@@ -196,8 +92,11 @@ def command(job: Job, place: Path, text: Path, device: str, *, toy: bool) -> dic
     return {"name": "rankwise compress", "seconds": round(seconds, 1), "quality": said["quality"], "of": said["ranks"]}
 
 
-def child(job: Job, folder: Path, device: str, toy: bool, log: str, result: str) -> None:
-    with open(log, "w", encoding="utf-8") as out:
+def child(job: Job, folder: Path, device: str, toy: bool, place: str) -> None:
+    # a group with the processes that it starts, so that all are ended at once; it also ends with the queue
+    os.setpgrp()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with open(f"{place}/log.txt", "w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         torch.set_num_threads(1 if device == "cpu" else 3)
@@ -207,7 +106,13 @@ def child(job: Job, folder: Path, device: str, toy: bool, log: str, result: str)
         except BaseException as error:
             traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        Path(result).write_text(json.dumps(found), encoding="utf-8")
+        Path(f"{place}/result.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _end_with(queue: int) -> None:
+    while os.getppid() == queue:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _touch(device: str) -> None:
@@ -231,7 +136,7 @@ class Queue:
 
     def __init__(self, folder: Path, out: Path, options: argparse.Namespace) -> None:
         self.folder, self.out, self.options = folder, out, options
-        (out / "logs").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(out)
         self.running: dict[Any, tuple[Job, float, Path]] = {}
         self.deadline = time.monotonic() + 60 * options.minutes
@@ -253,10 +158,35 @@ class Queue:
             probe.join()
         return bool(probe.exitcode == 0)
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[Job]) -> bool:
+        """Run what is missing; whether nothing is left for another time."""
         done = {row["job"] for row in self.rows if "failed" not in row}
-        waiting = [job for job in dict.fromkeys(jobs) if job.key not in done]
+        failed = {row["job"] for row in self.rows} - done
+        waiting = [job for job in dict.fromkeys(jobs) if job.key not in done or self._lacks_text(job)]
+        waiting.sort(key=lambda job: job.key in failed)
         print(f"{len(jobs)} jobs, {len(jobs) - len(waiting)} done before", flush=True)
+        try:
+            self._run(waiting)
+        finally:
+            cut = len(self.running)
+            for process, (job, _, place) in self.running.items():
+                print(f"ended: {job.key}", flush=True)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+                self._keep_log(job, place)
+            self.running.clear()
+        if waiting:
+            print(f"{len(waiting)} jobs were not begun, the first: {waiting[0].key}", flush=True)
+        return not (waiting or cut)
+
+    def _lacks_text(self, job: Job) -> bool:
+        """Whether what a job generated is not here any more."""
+        return job.kind == "generate" and not self._generated(job).exists()
+
+    def _generated(self, job: Job) -> Path:
+        return self.folder / f"{job.model}-tokens.generated.npz"
+
+    def _run(self, waiting: list[Job]) -> None:
         while (waiting or self.running) and time.monotonic() < self.deadline:
             while (job := self._next(waiting)) is not None:
                 waiting.remove(job)
@@ -266,12 +196,6 @@ class Queue:
                 print(f"{len(waiting)} jobs wait for text that was not generated", flush=True)
                 break
             time.sleep(0.05)
-        for process, (job, _, _) in self.running.items():
-            print(f"ended: {job.key}", flush=True)
-            process.terminate()
-            process.join()
-        if waiting:
-            print(f"{len(waiting)} jobs were not begun, the first: {waiting[0].key}", flush=True)
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
         busy = [job for job, _, _ in self.running.values()]
@@ -280,37 +204,49 @@ class Queue:
         for job in waiting:
             if job.alone:
                 return None if busy else job
-            made = (self.folder / f"{job.model}-tokens.generated.npz").exists()
+            made = self._generated(job).exists()
             full = job.model == "gemma" and sum(each.model == "gemma" for each in busy) >= MOST_GEMMA
             if not full and (made or not job.needs_generated):
                 return job
         return None
 
     def _start(self, job: Job) -> None:
-        name = f"{len(self.rows) + len(self.running):03d}-{time.monotonic_ns() % 10**6:06d}"
-        log, result = self.out / f"logs/{name}.txt", self.out / f"logs/{name}.json"
-        options = self.options
-        given = (job, self.folder, options.device, options.plan == "toy", str(log), str(result))
+        place = tempfile.mkdtemp()
+        given = (job, self.folder, self.options.device, self.options.plan == "toy", place)
         process = self.context.Process(target=child, args=given)
         process.start()
-        self.running[process] = (job, time.monotonic(), result)
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            # by whoever is first, so that the group is there in any case
+            os.setpgid(process.pid, process.pid)
+        self.running[process] = (job, time.monotonic(), Path(place))
 
     def _collect(self) -> None:
         for process in [process for process in self.running if not process.is_alive()]:
-            job, start, result = self.running.pop(process)
+            job, start, place = self.running.pop(process)
+            # what it has started and left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            result = place / "result.json"
             found = json.loads(result.read_text()) if result.exists() else {"failed": f"exit {process.exitcode}"}
-            result.unlink(missing_ok=True)
             wall = round(time.monotonic() - start, 1)
             row = {"job": job.key, "model": job.model, "kind": job.kind, "wall": wall, "alone": job.alone, **found}
             row["beside"] = len(self.running)
             self.rows.append(row)
-            with (self.out / "rows.jsonl").open("a", encoding="utf-8") as file:
+            with (self.out / ROWS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            write_records(self.out)
+            self._keep_log(job, place)
             print(f"{wall:6.1f} s  {job.key}  {found.get('failed', '')}", flush=True)
+
+    def _keep_log(self, job: Job, place: Path) -> None:
+        log = place / "log.txt"
+        with (self.out / "arena-logs.txt").open("a", encoding="utf-8") as file:
+            file.write(f"==== {job.key}\n{log.read_text(errors='replace')[-20_000:] if log.exists() else ''}\n")
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
-    path = out / "rows.jsonl"
+    path = out / ROWS
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
@@ -370,6 +306,7 @@ def main() -> None:
 
         options.device = "cpu"
         arena_toys.make(options.folder, TEXTS)
+    done = True
     if options.plan != "show":
         plans = {"1": [first_plan], "2": [lambda: second_plan(read_rows(options.out), options)]}
         plans["toy"] = [*plans["1"], *plans["2"]]
@@ -377,11 +314,12 @@ def main() -> None:
             jobs = [job for job in plan() if options.only in job.key]
             if options.list:
                 return print("\n".join(job.key for job in jobs))
-            Queue(options.folder, options.out, options).run(jobs)
+            done &= Queue(options.folder, options.out, options).run(jobs)
     if options.mps:
         mps(quits=True)
     write_records(options.out)
     show(options.out)
+    sys.exit(0 if done else 1)
 
 
 if __name__ == "__main__":

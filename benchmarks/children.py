@@ -82,32 +82,39 @@ def share_out(
 ) -> Iterator[Outcome]:
     """What became of each case, in children of `chunk` cases each, of which `workers` run at a time.
 
-    A child that dies is the outcome of its case, and the rest goes on in another. After `seconds` none is begun.
+    A child that dies is the outcome of its case, and the rest goes on in another. After `seconds` none is begun. Cases
+    are told as they are done, and children that still run when nobody asks any more are ended.
     """
     waiting = [list(cases[i : i + chunk]) for i in range(0, len(cases), chunk)][::-1]
     running: dict[int, tuple[list[int], Path, IO[bytes]]] = {}
     end = time.monotonic() + seconds
-    while running or (waiting and time.monotonic() < end):
-        while waiting and len(running) < workers and time.monotonic() < end:
-            some, log, said = waiting.pop(), Path(tempfile.mkdtemp(dir=work)), tempfile.TemporaryFile()  # noqa: SIM115
-            running[_fork(partial(_run_cases, run, some, log), said)] = some, log, said
-        for child in list(running):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if not done:
-                continue
-            some, log, said = running.pop(child)
-            outcomes = [json.loads(line) for line in (log / "outcomes").read_text().splitlines()]
-            yield from outcomes
-            left = some[len(outcomes) :]
-            if left:
-                said.seek(0)
-                code, words = os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
-                own = words.rpartition(f"{BEGINS}{left[0]}\n")[2][-300:]
-                yield str(left[0]), f"the process ended with {code}: {own}", {}
-                waiting += [left[1:]] if left[1:] else []
+    try:
+        while running or (waiting and time.monotonic() < end):
+            while waiting and len(running) < workers and time.monotonic() < end:
+                some, log, said = waiting.pop(), Path(tempfile.mkdtemp(dir=work)), tempfile.TemporaryFile()  # noqa: SIM115
+                running[_fork(partial(_run_cases, run, some, log), said)] = some, log, said
+            for child in list(running):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if not done:
+                    continue
+                some, log, said = running.pop(child)
+                outcomes = [json.loads(line) for line in (log / "outcomes").read_text().splitlines()]
+                left = some[len(outcomes) :]
+                if left:
+                    said.seek(0)
+                    code, words = os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
+                    own = words.rpartition(f"{BEGINS}{left[0]}\n")[2][-300:]
+                    outcomes.append((str(left[0]), f"the process ended with {code}: {own}", {}))
+                    waiting += [left[1:]] if left[1:] else []
+                said.close()
+                shutil.rmtree(log, ignore_errors=True)
+                yield from outcomes
+            time.sleep(0.005)
+    finally:
+        for child, (_, _, said) in running.items():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
             said.close()
-            shutil.rmtree(log, ignore_errors=True)
-        time.sleep(0.005)
 
 
 def _run_cases(run: Case, cases: Sequence[int], folder: Path) -> None:

@@ -14,7 +14,6 @@ Rows are printed, and with --record also kept in results.csv.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,8 +21,7 @@ from functools import partial
 
 import torch
 from harness import interleaved, record
-from original import OriginalTransformerXL, sparse
-from peer import released_sru
+from peer import OriginalTransformerXL, released_sru, sparse
 from torch import nn
 
 import rankwise as rw
@@ -33,7 +31,7 @@ from rankwise.lab.models.sru import SRUConfig, SRULanguageModel
 from rankwise.lab.models.stream import open_stream
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
-RECORD = "--record" in sys.argv
+report = partial(record, "cpu inference", keep="--record" in sys.argv)
 THREADS = (1, 2)
 FIXED = ("embedding", "output", "head")
 Call = Callable[[], object]
@@ -136,15 +134,6 @@ def bench(name: str, make: Callable[[], dict[str, Call]], goals: dict[str, str],
                 # one slow spell spoils one pair of neighbours, not the median of pairs
                 pairs = zip(times[theirs], times[ours], strict=False)
                 report(f"{name} {where}: speed of {ratio}", [other / own for other, own in pairs], "x", goal)
-
-
-def report(case: str, values: list[float], unit: str, goal: str = "") -> None:
-    if RECORD:
-        record("cpu inference", case, values, unit, goal)
-        return
-    ordered = sorted(values)
-    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-    print(f"{case:<60} {statistics.median(values):>8.4g} {unit:<3} [{p20:.4g}, {p80:.4g}]  {goal}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import transformers as hf
-from gpu_decoder import DECAY
-from harness import interleaved
+from harness import interleaved, spread
+from models import draw_falling
 from torch import nn
 
 import rankwise as rw
@@ -111,14 +111,7 @@ def build(kind: str, layers: int, *, toy: bool) -> nn.Module:
     shape = (TOY if toy else SHAPES)[kind]
     settings = {"num_hidden_layers": layers, "vocab_size": WORDS, "use_cache": False}
     model: nn.Module = auto.from_config(config(**shape, **settings))
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                rank = min(module.weight.shape)
-                s_R = torch.arange(1, rank + 1) ** -DECAY
-                p_OR, q_RI = (torch.randn(size, rank) / size**0.5 for size in module.weight.shape)
-                weight_OI = (p_OR * s_R) @ q_RI.T
-                module.weight.copy_(weight_OI * 0.02 / weight_OI.std())
+    draw_falling(model)
     return model.eval()
 
 
@@ -197,14 +190,13 @@ def measure(name: str, models: dict[float, nn.Module], options: argparse.Namespa
         times = interleaved(calls, options.repeats)
         before = times.pop("0.0")
         for removed, taken in zip(REMOVED, times.values(), strict=True):
-            ratios = sorted(one / other for one, other in zip(before, taken, strict=True))
-            low, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.2, 0.8))
+            ratios = spread([one / other for one, other in zip(before, taken, strict=True)])
             dense_ms, small_ms = (1000 * statistics.median(each) for each in (before, taken))
             dense_size, size = rw.count(models[0.0]), rw.count(models[removed])
             report = SizeReport(dense=dense_size, budget=size, expected=size, exported=size, prunable=dense_size)
             yield {
                 "removed": removed, "batch": batch, "length": length, "parameters": size,
-                "dense_ms": dense_ms, "small_ms": small_ms, "p20": low, "p80": high,
+                "dense_ms": dense_ms, "small_ms": small_ms, "p20": ratios["p20"], "p80": ratios["p80"],
                 "line": printed(name, batch * length, dense_ms, small_ms, report),
             }  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""Memory of a sharded training run: `torchrun --nproc_per_node N benchmarks/fsdp_memory.py [--tiny]`.
+"""Memory of a sharded training run: `torchrun --nproc_per_node N benchmarks/fsdp_memory.py [--record FILE] [--tiny]`.
 
 A decoder of 1.07B parameters, four layers of LLaMA's with 7B, is built, gated and sharded over the GPUs of this machine
 (FSDP2, gathered in bfloat16, gradients reduced in float32), and takes three steps of AdamW with recomputed activations.
-What a GPU holds after each part of a step goes to results.csv, beside what the formulas of docs/scaling.md say;
-`python benchmarks/scaling.py` prints both. `--tiny` is a dry run on gloo, without figures.
+Printed and recorded is what a GPU holds after each part of a step, beside what the formulas of docs/scaling.md say;
+`python benchmarks/scaling.py` prints both from `results/fsdp-memory.json`. For one GPU, `python` is enough instead of
+`torchrun`. `--tiny` is a dry run on gloo, in which nothing is measured.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
-import harness
 import torch
 import torch.distributed as dist
 import transformers
+from harness import Record
 from scaling import CASES_1B, DECODER_1B, TOKENS_1B, Decoder, parts
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -89,34 +90,37 @@ def measure(case: str, shape: Decoder, tokens: tuple[int, int], device: str) -> 
     found["peak of a step"] = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     if pruner is not None:
         small = pruner.compact(rw.Budget(params=pruner.controller.target_size()))
-        print(f"rank {dist.get_rank()}: compact model of {rw.count(small):,} parameters, {describe(small)}")
+        place = next(small.parameters()).device
+        print(f"rank {dist.get_rank()}: compact model of {rw.count(small):,} parameters, on {place}")
     return found
 
 
-def describe(model: nn.Module) -> str:
-    return f"on {next(model.parameters()).device}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured, as JSON")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
+    backend = "gloo" if options.tiny else "nccl"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("gloo" if options.tiny else "nccl")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    gpus = dist.get_world_size()
     shape, tokens = (TINY, (2, 8)) if options.tiny else (DECODER_1B, TOKENS_1B)
+    record = Record(options.record if dist.get_rank() == 0 else None, "fsdp-memory", {**vars(options), "gpus": gpus})
     for case in CASES_1B:
         found = measure(case, shape, tokens, device)
         torch.cuda.empty_cache()
+        record.add({"name": case, "bytes": found})
         if dist.get_rank() == 0:
             derived = parts(shape, case, tokens[0] * tokens[1])
             for name, value in found.items():
-                share = f", derived {derived[name] / dist.get_world_size() / 1e9:.2f}" if name in derived else ""
-                print(f"{case}: {name}: {value / 1e9:.2f} GB{share}")
-                if not options.tiny:
-                    gpus = dist.get_world_size()
-                    harness.record("fsdp memory", f"{gpus} GPUs, {case}: {name}", [value / 1e9], "GB")
+                share = f", derived {derived[name] / gpus / 1e9:.2f}" if name in derived else ""
+                print(f"{case}: {name}: {value / 1e9:.2f} GB{share}", flush=True)
     dist.destroy_process_group()
 
 

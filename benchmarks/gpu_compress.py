@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from gpu_decoder import SHAPE, TINY, build
-from harness import write_record
+from harness import Record
 from torch import nn
 
 import rankwise as rw
@@ -57,8 +57,9 @@ def main() -> None:
             model = build(shape, options.layers, device)
         row = measured(model, options, device, Path(folder))
     print(json.dumps(row, indent=1))
-    name = "gpu-compress-offload" if options.offload else "gpu-compress"
-    write_record(options.record, name, vars(options), [row])
+    print(f"{row['parameters'][0]:,} parameters in {row['seconds']} s", flush=True)
+    kind = "gpu-compress-offload" if options.offload else "gpu-compress"
+    Record(options.record, kind, vars(options)).add({"name": f"{options.layers} layers", **row})
 
 
 def measured(model: nn.Module, options: argparse.Namespace, device: str, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ times mean nothing.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import interleaved, write_record
+from harness import Record, interleaved, spread
+from models import draw_falling
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -55,8 +55,6 @@ VARIANTS: dict[str, tuple[float, dict[str, Any], bool]] = {
 """The share removed, settings of `rankwise.compress`, and whether layers are fused."""
 CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 2048 tokens": (1, 2048)}
 TINY_CASES = {"decode, batch 1": (1, 1), "decode, batch 32": (32, 1), "prefill, 64 tokens": (1, 64)}
-DECAY = 0.6
-"""The k-th singular value is about k to the power of minus this."""
 
 
 def causal(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **_: Any) -> tuple[Tensor, None]:
@@ -91,14 +89,7 @@ def build(shape: dict[str, int], layers: int, device: str) -> nn.Module:
     config._attn_implementation = "causal"
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                rank = min(module.weight.shape)
-                s_R = torch.arange(1, rank + 1, device=device) ** -DECAY
-                p_OR, q_RI = (torch.randn(size, rank, device=device) / size**0.5 for size in module.weight.shape)
-                weight_OI = (p_OR * s_R) @ q_RI.T
-                module.weight.copy_(weight_OI * 0.02 / weight_OI.std())
+    draw_falling(model)
     return model.eval()
 
 
@@ -107,14 +98,8 @@ def ranks(model: nn.Module, names: list[str]) -> list[int | str]:
     found: list[int | str] = []
     for name in names:
         module = model.get_submodule(name)
-        found.append(module[0].out_features if isinstance(module, nn.Sequential) else "dense")
+        found.append(module[-1].in_features if isinstance(module, nn.Sequential) else "dense")
     return found
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-    return {"median": statistics.median(values), "p20": p20, "p80": p80}
 
 
 def main() -> None:
@@ -130,46 +115,61 @@ def main() -> None:
     if device == "cpu" and not options.tiny:
         parser.error("there must be a GPU, but torch finds none. For a dry run: --tiny.")
 
+    variants, cases = options.variants.split(";"), TINY_CASES if options.tiny else CASES
+    record = Record(options.record, "gpu-decoder", vars(options))
+    missing = {case: size for case, size in cases.items() if any(case not in (record.row(n) or ()) for n in variants)}
+    if missing:
+        measure(compressed(variants, options, device, record), missing, options, device, record)
+    else:
+        print(f"measured before, at the same commit: {options.record}")
+    print(f"\n{table(record.rows, list(cases))}")
+
+
+def compressed(variants: list[str], options: argparse.Namespace, device: str, record: Record) -> dict[str, nn.Module]:
+    """The dense decoder and its variants, of which the record has the sizes."""
     dense = build(TINY if options.tiny else SHAPE, options.layers, device)
     plan = default_plan(dense)
     names = [site.name for site in plan.sites]
     models = {"dense": dense}
-    rows: dict[str, dict[str, Any]] = {"dense": {"parameters": rw.count(dense)}}
-    for name in options.variants.split(";"):
+    record.add({"name": "dense", "parameters": rw.count(dense), **(record.row("dense") or {})})
+    for name in variants:
         start = time.perf_counter()
         removed, settings, is_fused = VARIANTS[name]
         # a dry run shows what a GPU gets
         small = rw.compress(dense, rw.Budget(removed=removed), plan=plan, **{"target": "cuda", **settings}).eval()
-        models[name] = small
-        rows[name] = {
-            "parameters": rw.count(models[name]),
-            "seconds": round(time.perf_counter() - start, 1),
-            "ranks": dict(zip(names, ranks(models[name], names), strict=True)),
-        }
-        most = Counter(map(str, rows[name]["ranks"].values())).most_common(6)
-        print(f"{name}: {rows[name]['parameters']:,} parameters in {rows[name]['seconds']} s, {most}", flush=True)
-        if is_fused:
-            fuse_layers(small)
+        seconds, number, found = round(time.perf_counter() - start, 1), rw.count(small), ranks(small, names)
+        most = Counter(map(str, found)).most_common(6)
+        print(f"{name}: {number:,} parameters in {seconds} s, {most}", flush=True)
+        about = {"parameters": number, "seconds": seconds, "ranks": dict(zip(names, found, strict=True))}
+        record.add({"name": name, **about, **(record.row(name) or {})})
+        models[name] = fuse_layers(small) if is_fused else small
     fuse_layers(dense)
+    return models
 
-    cases = TINY_CASES if options.tiny else CASES
+
+def measure(
+    models: dict[str, nn.Module],
+    cases: dict[str, tuple[int, int]],
+    options: argparse.Namespace,
+    device: str,
+    record: Record,
+) -> None:
+    """Time all models in turns, one case after the other."""
     for case, (batch, length) in cases.items():
-        tokens = torch.randint(0, dense.config.vocab_size, (batch, length), device=device)
+        tokens = torch.randint(0, models["dense"].config.vocab_size, (batch, length), device=device)
         calls = prepare(models, tokens, "torch" if options.tiny else "graph", device)
         if options.profile:
             for name, call in calls.items():
                 print(f"\n{name}, {case}:\n{profile(call)}", flush=True)
         times = interleaved(calls, options.repeats)
         for name, taken in times.items():
-            rows[name][case] = {
+            timed = {
                 "milliseconds": spread([1e3 * t for t in taken]),
                 # above 1: faster than dense
                 "speed": spread([a / b for a, b in zip(times["dense"], taken, strict=True)]),
             }
-        print(f"\n{table(rows, [case])}", flush=True)
-    print(f"\n{table(rows, list(cases))}")
-    found = [{"name": name, **row} for name, row in rows.items()]
-    write_record(options.record, "gpu-decoder", vars(options), found)
+            record.add({**(record.row(name) or {}), case: timed})
+        print(f"\n{table(record.rows, [case])}", flush=True)
 
 
 def prepare(models: dict[str, nn.Module], tokens: Tensor, how: str, device: str) -> dict[str, Callable[[], object]]:
@@ -201,16 +201,18 @@ def profile(call: Callable[[], object], repeats: int = 5, kernels: int = 8) -> s
     return "\n".join([f"{sum(us for us, _ in spent.values()):9.1f} us in all", *lines])
 
 
-def table(rows: dict[str, dict[str, Any]], cases: list[str]) -> str:
+def table(rows: list[dict[str, Any]], cases: list[str]) -> str:
     """Milliseconds, and in brackets the speed against dense, median and spread (20th to 80th percentile)."""
     lines = ["| | parameters | " + " | ".join(cases) + " |", "|---|---|" + "---|" * len(cases)]
-    for name, row in rows.items():
+    for row in rows:
         cells = []
         for case in cases:
             ms, speed = row[case]["milliseconds"], row[case]["speed"]
-            of_dense = "" if name == "dense" else f" ({speed['median']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f})"
+            of_dense = (
+                "" if row["name"] == "dense" else f" ({speed['median']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f})"
+            )
             cells.append(f"{ms['median']:.3f} ms{of_dense}")
-        lines.append(f"| {name} | {row['parameters']:,} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row['name']} | {row['parameters']:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

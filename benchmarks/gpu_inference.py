@@ -8,7 +8,7 @@ printed, and with --record also kept in results.csv.
 from __future__ import annotations
 
 import argparse
-import statistics
+from functools import partial
 
 import torch
 from cpu_inference import models, sru, transformer_xl
@@ -24,28 +24,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--batch", default="1,16,128")
+    parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU: few characters, no graphs")
     options = parser.parse_args()
+    report = partial(record, "gpu inference", keep=options.record)
+    device, kinds = ("cpu", ("torch",)) if options.tiny else ("cuda", ("torch", "graph"))
     for name, make in (("sru", sru), ("txl", transformer_xl)):
-        plain = {size: model.cuda() for size, model in models(make).items()}
+        plain = {size: model.to(device) for size, model in models(make).items()}
         for precision, ours in (("float32", plain), ("bfloat16", {k: Autocast(m) for k, m in plain.items()})):
-            for batch in map(int, options.batch.split(",")):
-                tokens = torch.randint(0, 205, (batch, LENGTHS[name]), device="cuda")
-                for how in ("torch", "graph"):
-                    calls = {size: engine(how, "cuda").prepare(model, (tokens,)) for size, model in ours.items()}
-                    times = interleaved(calls, REPEATS)
+            for batch in (1,) if options.tiny else map(int, options.batch.split(",")):
+                tokens = torch.randint(0, 205, (batch, 4 if options.tiny else LENGTHS[name]), device=device)
+                for how in kinds:
+                    calls = {size: engine(how, device).prepare(model, (tokens,)) for size, model in ours.items()}
+                    times = interleaved(calls, 1 if options.tiny else REPEATS)
                     case = f"{name} {precision}, batch {batch}, {how}"
                     for size, taken in times.items():
-                        report(f"{case}: {size}", [1e3 * t for t in taken], "ms", options.record)
+                        report(f"{case}: {size}", [1e3 * t for t in taken], "ms")
                     for size in ("80%", "90%"):
                         ratios = [a / b for a, b in zip(times["dense"], times[size], strict=True)]
-                        report(f"{case}: speed of {size} / dense", ratios, "x", options.record)
-
-
-def report(case: str, values: list[float], unit: str, keep: bool) -> None:
-    if keep:
-        record("gpu inference", case, values, unit)
-    else:
-        print(f"{case:<60} {statistics.median(values):>8.4g} {unit}", flush=True)
+                        report(f"{case}: speed of {size} / dense", ratios, "x")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_decoder import SHAPE, TINY, build, profile, spread
-from harness import write_record
+from gpu_decoder import SHAPE, TINY, build, profile
+from harness import Record, spread
 from torch import nn
 
 import rankwise as rw
@@ -37,7 +36,7 @@ class Training:
     def __init__(self, tokens: torch.Tensor, options: argparse.Namespace) -> None:
         self.tokens, self.repeats, self.options = tokens, options.repeats, options
         self.is_gpu = tokens.is_cuda
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.record = Record(options.record, "gpu-training", vars(options))
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, pruner: rw.Pruner | None = None) -> None:
         with torch.autocast(self.tokens.device.type, torch.bfloat16):
@@ -73,19 +72,22 @@ class Training:
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
         peak = torch.cuda.max_memory_allocated() if self.is_gpu else 0
-        self.rows[name] = {"parameters": rw.count(model), "milliseconds": spread(times), "peak bytes": peak}
-        first = next(iter(self.rows.values()))
+        self.record.add(
+            {"name": name, "parameters": rw.count(model), "milliseconds": spread(times), "peak bytes": peak}
+        )
+        first = self.record.rows[0]
         speed = first["milliseconds"]["median"] / statistics.median(times)
         memory = peak / first["peak bytes"] if self.is_gpu else float("nan")
         print(f"{name}: {statistics.median(times):.1f} ms, {speed:.2f}x of dense; memory {memory:.2f}x", flush=True)
-        rows = [{"name": name, **row} for name, row in self.rows.items()]
-        write_record(self.options.record, "gpu-training", vars(self.options), rows)
 
 
 def prune(training: Training, make: Callable[[], nn.Module], removed: float, max_rank: int | None) -> None:
     """The rows of one size."""
-    model = make()
     name = f"{removed:.0%} removed" + ("" if max_rank is None else f", max_rank={max_rank}")
+    if training.record.row(f"compact, {name}") is not None:
+        print(f"measured before: {name}", flush=True)
+        return
+    model = make()
     budget = rw.Budget(removed=removed)
     pruner = rw.Pruner(model, budget, target="cuda", anneal_steps=RAMP, max_rank=max_rank)
     optimizer = torch.optim.AdamW(pruner.weight_parameters(), lr=1e-5, fused=training.is_gpu)
@@ -124,10 +126,11 @@ def main() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, shape["vocab_size"], (4, 16 if options.tiny else 1024), device=device)
     training = Training(tokens, options)
-    dense = make()
-    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-5, fused=device == "cuda")
-    training.measure("dense", dense, partial(training.step, dense, optimizer))
-    del dense, optimizer
+    if training.record.row("dense") is None:
+        dense = make()
+        optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-5, fused=device == "cuda")
+        training.measure("dense", dense, partial(training.step, dense, optimizer))
+        del dense, optimizer
     for max_rank in options.max_rank or (0, shape["hidden_size"] // 2):
         for removed in options.removed:
             prune(training, make, removed, max_rank or None)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import os
-import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from importlib.metadata import version
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rankwise
+from rankwise.files import write_json
+from rankwise.surroundings import surroundings
 
-RESULTS = Path(__file__).parent / "results.csv"
+RESULTS = Path(os.environ.get("RANKWISE_BENCHMARKS_CSV") or Path(__file__).parent / "results.csv")
 COLUMNS = [
     "date",
     "benchmark",
@@ -64,18 +63,30 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def record(benchmark: str, case: str, values: list[float], unit: str, goal: str = "") -> None:
-    """Append the median of `values`, with its spread, to results.csv, and print it."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, and between which values the middle three fifths are."""
     ordered = sorted(values)
     p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
+    return {"median": statistics.median(ordered), "p20": p20, "p80": p80}
+
+
+def record(benchmark: str, case: str, values: Sequence[float], unit: str, goal: str = "", *, keep: bool = True) -> None:
+    """Print the median of `values` with its spread, and append it to results.csv."""
+    found = {name: f"{value:.4g}" for name, value in spread(values).items()}
+    print(
+        f"{benchmark:<12} {case:<44} {found['median']:>8} {unit:<6} [{found['p20']}, {found['p80']}]  {goal}",
+        flush=True,
+    )
+    if not keep:
+        return
     row: dict[str, object] = dict(  # noqa: C408
         date=date.today().isoformat(),
         benchmark=benchmark,
         case=case,
-        value=f"{statistics.median(values):.4g}",
+        value=found["median"],
         unit=unit,
-        p20=f"{p20:.4g}",
-        p80=f"{p80:.4g}",
+        p20=found["p20"],
+        p80=found["p80"],
         repeats=len(values),
         goal=goal,
         hardware=hardware(),
@@ -90,49 +101,58 @@ def record(benchmark: str, case: str, values: list[float], unit: str, goal: str 
         if new:
             writer.writeheader()
         writer.writerow(row)
-    print(f"{benchmark:<12} {case:<44} {row['value']:>8} {unit:<6} [{row['p20']}, {row['p80']}]  {goal}", flush=True)
 
 
-def write_record(file: Path | None, name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write measured rows as JSON, with what they were measured on; nothing without a file."""
-    if file is None:
-        return
-    record = {
-        "name": name,
-        "settings": {key: value for key, value in settings.items() if not isinstance(value, Path)},
-        "rows": rows,
-        "seed": 0,
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "rankwise": rankwise.__version__,
-        "commit": commit(),
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+class Record:
+    """A JSON file of measured rows, written again after each; the same command goes on with what is missing.
+
+    Rows of other settings, another commit or other hardware are replaced. Without a file nothing is kept.
+    """
+
+    def __init__(self, file: Path | None, name: str, settings: Mapping[str, Any]) -> None:
+        self.file = file
+        self.about = {
+            "name": name,
+            "settings": {key: value for key, value in settings.items() if not isinstance(value, Path)},
+            "seed": 0,
+            "hardware": hardware(),
+            "torch": torch.__version__,
+            "transformers": _surroundings()["versions"].get("transformers"),
+            "rankwise": rankwise.__version__,
+            "commit": commit(),
+        }
+        self.rows: list[dict[str, Any]] = []
+        if file is not None and file.exists():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            if all(before.get(key) == value for key, value in self.about.items()):
+                self.rows = before["rows"]
+
+    def row(self, name: str) -> dict[str, Any] | None:
+        """The row of a name, if it was measured before."""
+        return next((row for row in self.rows if row["name"] == name), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row, in the place of an earlier one of its name."""
+        names = [each["name"] for each in self.rows]
+        if row["name"] in names:
+            self.rows[names.index(row["name"])] = row
+        else:
+            self.rows.append(row)
+        if self.file is not None:
+            write_json(self.file, {**self.about, "date": date.today().isoformat(), "rows": self.rows})
+
+
+@cache
+def _surroundings() -> dict[str, Any]:
+    return surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def hardware() -> str:
-    """The processor, and the GPU if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
+    """The GPU if there is one, and else the processor."""
+    found: dict[str, str] = _surroundings()["hardware"]
+    return found["processor"] if found["device"] == "cpu" else found["device"]
 
 
 def commit() -> str:
-    """The commit that was measured, marked where the tree differs from it in more than these results."""
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent.parent)
-
-    head = git("rev-parse", "--short", "HEAD").stdout.strip() if shutil.which("git") else ""
-    if not head:
-        return os.environ.get("RANKWISE_COMMIT", "unknown")
-    same = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results.csv").returncode == 0
-    return head if same else f"{head}-dirty"
+    """The commit of what was measured, marked where the library differs from it."""
+    return _surroundings()["commit"] or "unknown"

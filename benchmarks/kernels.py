@@ -9,9 +9,9 @@ Rows are printed, and with --record also kept in results.csv.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from harness import interleaved, record
@@ -20,16 +20,7 @@ from torch import Tensor
 from rankwise.lab.kernels.sru import cpu, reference
 
 REPEATS = 15
-RECORD = "--record" in sys.argv
-
-
-def report(case: str, values: list[float], unit: str) -> None:
-    if RECORD:
-        record("kernels", case, values, unit)
-        return
-    ordered = sorted(values)
-    p20, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-    print(f"{case:<60} {statistics.median(values):>8.4g} {unit:<5} [{p20:.4g}, {p80:.4g}]", flush=True)
+report = partial(record, "kernels", keep="--record" in sys.argv)
 
 
 def inputs(T: int, B: int, D: int, dtype: torch.dtype) -> list[Tensor]:

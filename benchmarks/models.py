@@ -6,6 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+DECAY = 0.6
+"""The k-th singular value of a drawn matrix is about k to the power of minus this."""
+
+
+@torch.no_grad()
+def draw_falling(model: nn.Module) -> None:
+    """Draw the linear layers of a model with singular values that fall as those of trained ones do."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            rank, device = min(module.weight.shape), module.weight.device
+            s_R = torch.arange(1, rank + 1, device=device) ** -DECAY
+            p_OR, q_RI = (torch.randn(size, rank, device=device) / size**0.5 for size in module.weight.shape)
+            weight_OI = (p_OR * s_R) @ q_RI.T
+            module.weight.copy_(weight_OI * 0.02 / weight_OI.std())
+
 
 class Block(nn.Module):
     """A transformer layer: attention and feed-forward, normalized first."""

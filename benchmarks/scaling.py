@@ -1,17 +1,20 @@
 """What larger runs would take, from measured rates: `python benchmarks/scaling.py` prints docs/scaling.md's tables.
 
-Every figure is a formula on rows of results.csv, on the shapes of models, and on the assumptions below; nothing is run.
+Every figure is a formula on rows of results.csv, on the shapes of models, and on the assumptions below, or stands in
+results/fsdp-memory.json; nothing is run.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.lab.experiments.presets import RAMP, preset
 
 RESULTS = Path(__file__).parent / "results.csv"
+MEMORY_RECORD = Path(__file__).parents[1] / "results" / "fsdp-memory.json"
 PEAK, MEMORY, LINK = 989e12, 141e9, 450e9
 """Of one H200, by its data sheet: bf16 FLOP/s, bytes, bytes/s of NVLink each way."""
 LINK_SHARE = 0.6
@@ -190,10 +193,9 @@ def memory_1b() -> list[list[str]]:
 
 def of_1b(case: str, name: str) -> str:
     """Gigabytes by `fsdp_memory.py`, or a hyphen before it was run."""
-    try:
-        return f"{measured('fsdp memory', f'1 GPUs, {case}: {name}'):.1f}"
-    except IndexError:
-        return "-"
+    rows = json.loads(MEMORY_RECORD.read_text())["rows"] if MEMORY_RECORD.exists() else []
+    found = [row["bytes"][name] for row in rows if row["name"] == case]
+    return f"{found[0] / 1e9:.1f}" if found else "-"
 
 
 def time_7b() -> list[list[str]]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from tables import Lines
 
 import rankwise as rw
 from rankwise.lab.experiments.pipeline import Variant, run_variants
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.report import table
 from rankwise.lab.tasks.streams import CorpusConfig, StreamExperiment
-from rankwise.lab.training import TrainingConfig, Watcher
+from rankwise.lab.training import TrainingConfig
 from rankwise.methods import make_method
 
 
@@ -79,20 +80,6 @@ def plain(experiment: StreamExperiment) -> StreamExperiment:
     return replace(experiment, method=method, model=model)
 
 
-class Lines(Watcher):
-    """One line per event."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-
-    def phase(self, title: str) -> None:
-        print(f"{time.perf_counter() - self.began:7.1f} s  {title}", flush=True)
-
-    def report(self, line: Mapping[str, Any]) -> None:
-        bits = f"step {line['step']}: {line['bits_per_character']:.4f}"
-        print(f"{time.perf_counter() - self.began:7.1f} s  {bits}", flush=True)
-
-
 def variants(experiment: StreamExperiment) -> dict[str, tuple[StreamExperiment, list[Variant]]]:
     """Of each base its experiment, and what starts from it."""
     scratch, other = from_scratch(experiment), plain(experiment)
@@ -109,7 +96,7 @@ def one_seed(experiment: StreamExperiment, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     rows = []
     for name, (part, runs) in variants(experiment).items():
-        record = run_variants(part, runs, folder / name, watcher=Lines())
+        record = run_variants(part, runs, folder / name, watcher=Lines(began))
         rows += [row | {"name": f"{row['name']}, plain" if name == "plain" else row["name"]} for row in record["rows"]]
     seconds = time.perf_counter() - began
     return {**record, "experiment": None, "arms": [row["name"] for row in rows], "rows": rows, "wall_seconds": seconds}

@@ -9,9 +9,10 @@ python benchmarks/torture.py flips --number 5000    # single bits of models and 
 python benchmarks/torture.py memory --number 100000 # memory over so many steps
 python benchmarks/torture.py table                  # the table of docs/reliability.md
 
-Each prints its row and what went wrong, and keeps the row in `results/torture.json` (or --record FILE). Everything runs
-in children of this process, which are forked after the imports, so that hundreds of runs take minutes. Cases are
-numbered: `--workers N` shares them out among processes, and `--case NUMBER` repeats one.
+Each prints its row and what went wrong, and keeps the row in `results/torture.json` (or --record FILE), every few
+seconds what there is of it; with `--add` it goes on with the row that is there. Everything runs in children of this
+process, which are forked after the imports, so that hundreds of runs take minutes. Cases are numbered: `--workers N`
+shares them out among processes, and `--case NUMBER` repeats one.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.deploy import save as saving
 from rankwise.errors import RankwiseError
+from rankwise.files import write_json
 from rankwise.lab.experiments.sweeps import sweep
 from rankwise.lab.training.checkpoint import Checkpoint, Checkpoints
 from rankwise.surroundings import surroundings
@@ -348,7 +350,7 @@ ROWS: dict[str, Cases | Callable[[int, Path], Row]] = {
         "mutated folders by `load`, commands and `from_pretrained`: an answer or one clear error, 2 s, 1 GB",
         fuzzed,
         100_000,
-        500,
+        50,
     ),
     "flips": Cases(
         "single flipped bits of models and checkpoints: refused or told of, or without meaning", flips, 5_000, 250
@@ -374,17 +376,32 @@ def prepared(kind: Cases) -> Iterator[tuple[Case, Path]]:
             torch.set_num_threads(threads)
 
 
-def torture(name: str, number: int | None = None, seed: int = 0, workers: int = 1, seconds: float = math.inf) -> Row:
-    """One row of the table."""
+def torture(
+    name: str,
+    number: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    seconds: float = math.inf,
+    keep: Callable[[Row], None] = lambda row: None,
+) -> Row:
+    """One row of the table; `keep` gets what there is of it every few seconds."""
     kind = ROWS[name]
     if not isinstance(kind, Cases):
         with tempfile.TemporaryDirectory() as work:
             return kind(100_000 if number is None else number, Path(work))
-    row, first = Row(name, kind.what), seed * 1_000_000
+    row, first, kept = Row(name, kind.what), seed * 1_000_000, time.monotonic()
     cases = range(first, first + (kind.number if number is None else number))
-    with prepared(kind) as (run, work):
-        for outcome in share_out(run, cases, work, workers, kind.chunk, seconds):
+    with (
+        prepared(kind) as (run, work),
+        contextlib.closing(share_out(run, cases, work, workers, kind.chunk, seconds)) as outcomes,
+        # Ctrl-C ends it, and what was tried until then counts
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        for outcome in outcomes:
             row.note(*outcome)
+            if time.monotonic() > kept + 2:
+                keep(row)
+                kept = time.monotonic()
     if kind.make in (kills, disk) and (missing := [form for form in ENGINES if form not in engines()]):
         row.more["without"] = " and ".join(missing)
     return row
@@ -425,6 +442,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="run the case of this number alone, and keep nothing")
     parser.add_argument("--commit", help="of this source, for the record, where git does not know it")
     parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--add", action="store_true", help="add to the row that the record has; give another seed")
     options = parser.parse_args()
     if options.row == "table":
         print(table(json.loads(options.record.read_text())))
@@ -434,17 +452,29 @@ def main() -> None:
     if options.case is not None:
         print(*one_case(options.row, options.case), sep="\n")
         return
-    began = time.monotonic()
-    made = torture(options.row, options.number, options.seed, options.workers, options.seconds)
-    about = {"seed": options.seed, "workers": options.workers, "seconds": round(time.monotonic() - began)}
-    row = {**dataclasses.asdict(made), **about, "date": date.today().isoformat(), **surroundings(torch.device("cpu"))}
-    row["commit"] = options.commit or row["commit"]
-    rows = {each["name"]: each for each in read_rows(options.record)} | {options.row: row}
-    ordered = [rows[name] for name in ROWS if name in rows]
-    content = {"format": "rankwise-torture", "version": 1, "rows": ordered}
-    options.record.write_text(json.dumps(content, indent=1) + "\n")
-    print(table({"rows": [row]}))
+    began, rows = time.monotonic(), {each["name"]: each for each in read_rows(options.record)}
+    before = rows.get(options.row) if options.add else None
+
+    def keep(made: Row) -> None:
+        row: dict[str, Any] = {**dataclasses.asdict(made), "seed": options.seed, "workers": options.workers}
+        row |= {"seconds": round(time.monotonic() - began), "date": date.today().isoformat()}
+        row |= surroundings(torch.device("cpu"))
+        row["commit"] = options.commit or row["commit"]
+        rows[options.row] = row if before is None else added(before, row)
+        content = {"format": "rankwise-torture", "version": 1, "rows": [rows[name] for name in ROWS if name in rows]}
+        write_json(options.record, content)
+
+    made = torture(options.row, options.number, options.seed, options.workers, options.seconds, keep)
+    keep(made)
+    print(table({"rows": [rows[options.row]]}))
     sys.exit(1 if made.bad else 0)
+
+
+def added(before: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the cases of an earlier one."""
+    counts = {key: before["more"].get(key, 0) + value for key, value in row["more"].items() if isinstance(value, int)}
+    sums = {key: before[key] + row[key] for key in ("tried", "bad", "seconds")}
+    return {**row, **sums, "seed": before["seed"], "more": {**row["more"], **counts}}
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ KNOWN = (
     "table-enwik8-transformer-xl", "table-words", "table-wikitext-2", "glue-mpnet", "glue-minilm", BENCHMARKS,
     "enwik8-small-sru", "methods-enwik8-transformer", "methods-enwik8-transformer-long", "arena-smollm2",
     "arena-smollm2-levels", "arena-gemma", "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder",
-    "gpu-training", "gpu-compress", "torture", "engines",
+    "gpu-training", "gpu-training-compiled", "gpu-compress", "gpu-compress-offload", "fsdp-memory", "torture",
+    "engines",
 )  # fmt: skip
-"""Names of records that a section below reads."""
+"""Names of records that a section below reads, or another page."""
 HEAD = """# Results
 
 Printed by `python benchmarks/page.py results benchmarks/results.csv --figures docs/figures` from the records in
@@ -236,11 +237,23 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         _of("gpu-training", sections.gpu_training),
     ),
     (
+        "Training a large decoder on a GPU, compiled",
+        "The same with every model, the dense one too, compiled by `torch.compile`. `python benchmarks/gpu_training.py "
+        "--compile --record results/gpu-training-compiled.json`",
+        _of("gpu-training-compiled", sections.gpu_training),
+    ),
+    (
         "Compressing a large decoder on a GPU",
         "`rankwise.compress` of a decoder of 32 such layers in place, ranks by the loss, calibrated on 16 windows of "
         "2048 random tokens. Measured before large models took whole Fisher matrices, block by block (see the "
         "record's commit); not since. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
         _of("gpu-compress", sections.gpu_compress),
+    ),
+    (
+        "Compressing a large decoder on a small GPU",
+        "The same from disk, block by block, on a GPU that pretends to have 8 GiB. `python benchmarks/gpu_compress.py "
+        "--offload --cap 8 --record results/gpu-compress-offload.json`",
+        _of("gpu-compress-offload", sections.gpu_offload),
     ),
     (
         "A small SRU on a CPU",

@@ -74,6 +74,19 @@ def gpu_compress(record: Record) -> Table:
     return Table(("dense", "compressed", "time", "peak memory against the weights"), tuple(rows))
 
 
+def gpu_offload(record: Record) -> Table:
+    """The time and memory to compress a decoder from disk."""
+    rows = []
+    for row in record["rows"]:
+        before, most = row["host memory but for files, GiB"] or (0.0, 0.0)
+        figures = (f"{row['weights, GiB']:.1f} GiB", f"{row['peak memory, GiB']:.1f} GiB", f"{most - before:.1f} GiB")
+        rows.append(
+            (f"{row['parameters'][0]:,}", *figures, f"{row['blocks read, times']:.1f}", f"{row['seconds']:.0f} s")
+        )
+    columns = ("parameters", "weights", "peak of the GPU", "added on the host", "blocks read, times", "time")
+    return Table(columns, tuple(rows))
+
+
 def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
     row = found[0].row
     lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]

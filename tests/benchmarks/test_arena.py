@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 import arena_peers
-import arena_queue
+import arena_plans
 from arena import Cell, Protocol, calibration
 
 BY_RULE = argparse.Namespace(calibrate=None, smoothing=None, windows=None)
-DENSE = {"kind": "dense", "model": "smollm2", **dict.fromkeys(arena_queue.TEXTS, 10.0)}
+DENSE = {"kind": "dense", "model": "smollm2", **dict.fromkeys(arena_plans.TEXTS, 10.0)}
 
 
 def tried(valid: float, news: float, test: float, **cell: Any) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def test_settings_are_chosen_without_test_text_and_without_code() -> None:
         tried(11, 11, test=11, calibrate="train+prose", refine=250),
     ]
     for order in itertools.permutations(rows):
-        found = arena_queue.chosen(order, "smollm2", BY_RULE)
+        found = arena_plans.chosen(order, "smollm2", BY_RULE)
         assert found == {"calibrate": "train+generated", "smoothing": ""}
     by_hand = argparse.Namespace(calibrate="news", smoothing="1,0,0", windows=None)
-    assert arena_queue.chosen(rows, "smollm2", by_hand) == {"calibrate": "news", "smoothing": "1,0,0"}
+    assert arena_plans.chosen(rows, "smollm2", by_hand) == {"calibrate": "news", "smoothing": "1,0,0"}
 
 
 def test_the_plans_have_every_job_once_and_are_calibrated_on_no_text_that_is_measured() -> None:
-    for plan in (arena_queue.first_plan(), arena_queue.second_plan([DENSE], BY_RULE)):
+    for plan in (arena_plans.first_plan(), arena_plans.second_plan([DENSE], BY_RULE)):
         keys = [job.key for job in dict.fromkeys(plan)]
         assert len(keys) == len(set(keys))
         # no job is calibrated on what is measured, nor on what is close to it

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,32 @@ def test_cases_are_shared_out_each_once_and_a_child_that_dies_is_a_bad_one(worke
     assert (row.tried, row.more) == (10, {"counted": 8})
     assert sorted(row.bad) == [f"{case}: the process ended with -9: I am {case}.\n" for case in (13, 17)] + ["18: odd"]
     assert list(share_out(run, range(3), tmp_path, workers, chunk=1, seconds=0)) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_children_are_ended_when_nobody_asks_for_outcomes_any_more(tmp_path: Path) -> None:
+    def run(case: int, folder: Path) -> Outcome:
+        (tmp_path / str(case)).write_text(str(os.getpid()))
+        while case:
+            time.sleep(1)
+        return str(case), None, {}
+
+    outcomes = share_out(run, range(3), tmp_path, 3, chunk=1, seconds=60)
+    assert next(outcomes) == ["0", None, {}]
+    while not all((tmp_path / str(case)).exists() and (tmp_path / str(case)).read_text() for case in range(3)):
+        time.sleep(0.01)
+    outcomes.close()
+    for case in (1, 2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(case)).read_text()), 0)
+
+
+def test_a_row_is_added_to_one_of_other_cases() -> None:
+    before = {"tried": 3, "bad": ["a"], "seconds": 5, "seed": 1, "more": {"kills": 2}, "date": "then"}
+    row = {"tried": 4, "bad": [], "seconds": 6, "seed": 2, "more": {"kills": 1, "without": "x"}, "date": "now"}
+    made = torture.added(before, row)
+    counts = {"tried": 7, "bad": ["a"], "seconds": 11, "seed": 1}
+    assert made == {**counts, "more": {"kills": 3, "without": "x"}, "date": "now"}
 
 
 def test_the_page_shows_the_record() -> None:

@@ -308,6 +308,27 @@ def test_a_decoder_generates_its_own_calibration_text(place: Path, tmp_path: Pat
     assert run([*words, "--out", str(tmp_path / "small")]) == 0
 
 
+def test_text_is_generated_whatever_settings_a_folder_has_for_answers(place: Path) -> None:
+    """As likely as the model finds it, and not as it would be for a user."""
+    model = hf.AutoModelForCausalLM.from_pretrained(place / "llama-tied").eval()
+    calibration, found = Calibration(file=None, num_windows=3, window=8), []
+    settings = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_p": 0.5, "num_beams": 2, "max_length": 3}
+    for given in ({}, settings):
+        model.generation_config.update(**given)
+        found.append(torch.stack(generated_windows(model, calibration, SpecialTokens((1,))).used))
+    assert torch.equal(*found)
+    assert model.generation_config.repetition_penalty == 9.0
+
+
+def test_text_is_generated_by_a_model_with_several_ends_of_a_text(place: Path) -> None:
+    model = hf.AutoModelForCausalLM.from_pretrained(place / "llama-tied").eval()
+    calibration, found = Calibration(file=None, num_windows=3, window=8), []
+    for ends in (3, [3, 5]):
+        model.config.eos_token_id = ends
+        found.append(torch.stack(generated_windows(model, calibration, SpecialTokens()).used))
+    assert torch.equal(*found)
+
+
 def test_the_models_are_compared_on_texts_of_other_kinds_too(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

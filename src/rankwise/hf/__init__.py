@@ -1,7 +1,7 @@
 """Hugging Face: once this is imported, stock `from_pretrained` and `save_pretrained` load and save compact models.
 
-Importing this package registers with transformers: a loader (`quantizer`), and three methods of `PreTrainedModel`
-(`patches`). It offers a callback for the stock `Trainer`, distillation, and plans in PEFT's words.
+Importing this package registers a loader with transformers, and wraps three methods of `PreTrainedModel` (`quantizer`).
+It offers a callback for the stock `Trainer`, distillation, and plans in PEFT's words.
 """
 
 from rankwise.errors import MissingPackageError, install_extra

@@ -34,7 +34,7 @@ from rankwise.errors import (
     install_extra,
 )
 from rankwise.files import not_utf8
-from rankwise.hf.loading import load_config, no_progress_bars
+from rankwise.hf.loading import check_words, load_config, no_progress_bars
 from rankwise.measure import evaluating
 
 ROWS = 512
@@ -126,9 +126,7 @@ class TextWindows:
                 f"`text` must hold at least one window of {window} tokens, but {file} has {has}. Give a longer text, "
                 "or a smaller --window."
             )
-        words = config.get_text_config().vocab_size
-        if (largest := max(tokens[: number * step])) >= words:
-            raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
+        check_words(max(tokens[: number * step]), config)
         self.tokens = [self.special.around(tokens[i * step : (i + 1) * step]) for i in range(number)]
         self.begins_with = tokenizer.decode(list(self.special.before)) if self.special.before else None
         self.num_bytes = None

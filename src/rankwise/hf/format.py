@@ -22,13 +22,13 @@ from rankwise.deploy.structure import (
     Layer,
     LowRankEmbedding,
     PivotHead,
+    SavedLayers,
     layer_of,
     layers_of,
     role_of,
     ties_of,
     to_json,
 )
-from rankwise.deploy.structure import SavedLayers as SavedLayers
 from rankwise.errors import CheckpointError
 from rankwise.version import VERSION as OWN_VERSION
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
@@ -179,7 +179,7 @@ class PretrainedModel(Source):
         try:
             return is_decoder(load_config(self.name)) and bool(load_tokenizer(self.name, needed=False))
         # loading the model says what is wrong
-        except (OSError, ValueError, KeyError):
+        except CheckpointError:
             return False
 
     def load(self) -> nn.Module:
@@ -212,7 +212,7 @@ class PretrainedModel(Source):
         return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
 
     def window(self, most: int) -> int:
-        with suppress(OSError, ValueError, KeyError, RankwiseError):
+        with suppress(CheckpointError, ValueError):
             return default_window(load_config(self.name), most)
         return most
 
@@ -221,7 +221,7 @@ class PretrainedModel(Source):
         tokenizer = load_tokenizer(self.name, needed=True)
         try:
             config = load_config(self.name)
-        except (OSError, ValueError, KeyError):
+        except CheckpointError:
             # there is none, which loading the model will say
             config = None
         special = special_tokens(tokenizer, config)
@@ -267,9 +267,11 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     """
     wanted = calibration.num_windows + calibration.num_kept_back
     length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
-    first = special.before or (int(getattr(model.config.get_text_config(), "eos_token_id", None) or 0),)
+    ends = getattr(model.config.get_text_config(), "eos_token_id", None) or 0
+    # what ends a text also comes before one; a model may have several such tokens
+    first = special.before or (ends[0] if isinstance(ends, list) else ends,)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model):
+    with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
         torch.manual_seed(seed)
         found = [
             model.generate(
@@ -279,8 +281,6 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
                 min_new_tokens=length,
                 do_sample=True,
                 top_k=0,
-                top_p=1.0,
-                temperature=1.0,
                 use_cache=True,
             ).cpu()
             for done in range(0, wanted, GENERATED)
@@ -290,6 +290,17 @@ def generated_windows(model: Any, calibration: Calibration, special: SpecialToke
     made = kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
     line = OWN_TEXT.format(len(made.used), len(made.used[0]))
     return made._replace(notes=[line, *made.notes] if calibration.file is None else made.notes)
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Leave out what a folder says of answers, such as a penalty for repetitions."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _use_cache(model: Any, wanted: bool | None) -> bool | None:
@@ -308,7 +319,12 @@ def _check_windows(model: Any, windows: list[Tensor]) -> None:
         raise DataError(
             f"A window must be at most {places} tokens, which is all the model reads, but is {length}. Pass --window."
         )
-    largest, words = max(int(window.max()) for window in windows), model.config.get_text_config().vocab_size
+    check_words(max(int(window.max()) for window in windows), model.config)
+
+
+def check_words(largest: int, config: Any) -> None:
+    """Refuse tokens that the model does not have; `largest` is the largest of them."""
+    words = config.get_text_config().vocab_size
     if largest >= words:
         raise DataError(f"The tokenizer must be the model's own, of {words} words, but gives number {largest}.")
 

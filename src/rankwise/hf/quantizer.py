@@ -30,14 +30,13 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise.deploy.load import check_masks, replacements
-from rankwise.deploy.structure import checking, damaged, misfit, slots, ties_of
+from rankwise.deploy.structure import SavedLayers, checking, damaged, misfit, slots, ties_of
 from rankwise.errors import CheckpointError, RankwiseError
 from rankwise.files import check_file
 from rankwise.hf.bounds import WHOLE, check_proportion, checking_folder, shapes_of
 from rankwise.hf.format import (
     METHOD,
     OTHER_SIZES,
-    SavedLayers,
     check_listed,
     is_foreign,
     is_gated,

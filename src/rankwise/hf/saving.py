@@ -24,11 +24,11 @@ from rankwise.deploy.save import check_target, refuse_nonfinite, whole_folder
 from rankwise.deploy.structure import refuse_gated
 from rankwise.errors import CheckpointError, InvalidTypeError, InvalidValueError, RankwiseError, shortened
 from rankwise.files import fingerprint, read_json, sealed, write_json
-from rankwise.hf.bounds import WHOLE
+from rankwise.hf.bounds import CONFIG, WHOLE
 from rankwise.hf.card import OWN_RESULTS, RESULTS, UNNAMED, BeforeAfter, Card, sections_of, write_card
 from rankwise.hf.format import entry_of, is_gated
 
-CONFIG, ENTRY = "config.json", "quantization_config"
+ENTRY = "quantization_config"
 REMEDY = (
     'its layers are those of the package rankwise; install it (pip install ".[hf]" in a clone of rankwise) and '
     "`import rankwise.hf` before `from_pretrained`"

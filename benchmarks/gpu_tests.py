@@ -1,0 +1,54 @@
+"""A plugin of pytest for runs that may be cut short: `PYTHONPATH=benchmarks pytest -p gpu_tests --outcomes FILE`.
+
+Each test adds a line to FILE as it ends, and what fails is printed at once. The same command goes on with the tests of
+which FILE does not say that they passed or were skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--outcomes", type=Path, required=True, metavar="FILE", help="outcomes of tests, a line each")
+
+
+def read(text: str) -> dict[str, str]:
+    """The last outcome of every test."""
+    return {line["test"]: line["outcome"] for line in map(json.loads, text.splitlines())}
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    file = config.getoption("outcomes")
+    known = read(file.read_text(encoding="utf-8")) if file.exists() else {}
+    done = [item for item in items if known.get(item.nodeid, "failed") != "failed"]
+    items[:] = [item for item in items if item not in set(done)]
+    config.hook.pytest_deselected(items=done)
+
+
+def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    # nothing is left to be run, which pytest calls 5
+    if exitstatus == 5 and session.config.getoption("outcomes").exists():
+        session.exitstatus = 0
+
+
+def pytest_configure(config: Any) -> None:
+    # of several processes, the one that hears of all tests
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Outcomes(config.getoption("outcomes")))
+
+
+class _Outcomes:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        # a test that passes has a report for its setup and its teardown too
+        if report.when != "call" and report.passed:
+            return
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"test": report.nodeid, "outcome": report.outcome}) + "\n")
+        if report.failed:
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)

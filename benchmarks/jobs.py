@@ -1,0 +1,233 @@
+"""Jobs that may be stopped at any moment, one after the other, and the rows that they measured. For `gpu_queue.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankwise.files import write_json
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARK = "RANKWISE_QUEUE_JOB"
+"""The variable of the environment by which the processes of a job are known."""
+GRACE = 20.0
+"""Seconds that a job has to end after Ctrl-C."""
+LOG_LETTERS = 200_000
+"""How much of the end of each log OUT gets."""
+STATE, PACKED = "state.json", "queue.zip"
+WELL = "well"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command. In it `{records}` is the folder of records, `{place}` one of its own, `{data}` that of corpora,
+    `{minutes}` the time it has, and `{attempt}` a number that is another one each time."""
+
+    command: str
+    toy: str
+    """What a dry run executes instead; if it begins with a plus, what it adds."""
+    seconds: int
+    """Its limit."""
+    record: str
+    """The file of its rows."""
+    least: int = 60
+    """Seconds in which it measures something; with fewer left it is not begun."""
+    timed: bool = True
+    """Whether nothing may run beside it."""
+    needs: str = ""
+    """A pattern of what the folder of corpora must have; without it the job is left out."""
+    made: str = ""
+    """A file in its own folder that becomes the record when it has ended well."""
+
+
+def processes_of(mark: str) -> list[int]:
+    """The processes that were started with a mark that begins so, and all that these have started."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if int(entry.name) != os.getpid() and any(each.startswith(wanted) for each in variables):
+                found.append(int(entry.name))
+    return found
+
+
+def kill(mark: str, seconds: float = 30.0) -> None:
+    """End all processes of a mark, and those that they start meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := processes_of(mark)) and time.monotonic() < end:
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+class Running:
+    """A job that was begun."""
+
+    def __init__(self, name: str, job: Job, queue: Queue, seconds: float) -> None:
+        self.name, self.job, self.queue, self.began = name, job, queue, time.monotonic()
+        place = queue.work / name
+        place.mkdir(exist_ok=True)
+        command = job.command if not queue.toy else job.command + job.toy[1:] if job.toy[0] == "+" else job.toy
+        attempt = 100 + queue.jobs.get(name, {}).get("attempts", 0)
+        given = {"records": queue.records, "place": place, "data": queue.data, "attempt": attempt}
+        given["minutes"] = max(0.1, (seconds - GRACE) / 60)
+        words = shlex.split(command.format(**{key: shlex.quote(str(value)) for key, value in given.items()}))
+        self.mark = f"{queue.work}:{name}:"
+        # what is killed cannot remove its temporary files
+        self.scratch = Path(tempfile.mkdtemp(prefix="job-"))
+        environment = {
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "200",
+            **os.environ,
+            MARK: self.mark,
+            "TMPDIR": str(self.scratch),
+            "TORCHINDUCTOR_CACHE_DIR": str(queue.work / "inductor"),
+            "RANKWISE_BENCHMARKS_CSV": str(queue.records / "results.csv"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+        }
+        with (queue.work / f"{name}.txt").open("ab") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+
+    def stop(self) -> None:
+        """Ctrl-C, by which a run keeps a checkpoint; then everything that is left of the job is killed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        self.process.kill()
+        kill(self.mark)
+        self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def note(self, ended: str) -> None:
+        """Keep how it ended, and its record."""
+        if ended == WELL and self.job.made:
+            shutil.copy(self.queue.work / self.name / self.job.made, self.queue.records / self.job.record)
+        before = self.queue.jobs.get(self.name, {"attempts": 0, "seconds": 0.0})
+        seconds = round(before["seconds"] + time.monotonic() - self.began, 1)
+        about = {"attempts": before["attempts"] + 1, "seconds": seconds, "ended": ended}
+        said = [line for line in self.queue.log(self.name) if not line.startswith("Next: ")]
+        self.queue.jobs[self.name] = {**about, "said": said[-1:]}
+        write_json(self.queue.work / STATE, self.queue.state)
+        self.queue.pack()
+
+
+class Queue:
+    """Runs jobs, and keeps what they have measured: in `work` at once, in `out` within a second."""
+
+    def __init__(self, out: Path, work: Path, *, data: Path | None = None, toy: bool = False) -> None:
+        self.out, self.work, self.toy = out, work.resolve(), toy
+        self.data = data.resolve() if data else None
+        self.records = self.work / "records"
+        self.records.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        state = self.work / STATE
+        self.state: dict[str, Any] = {"toy": toy, "jobs": {}}
+        if state.exists():
+            self.state = json.loads(state.read_text(encoding="utf-8"))
+        if self.state["toy"] != toy:
+            raise SystemExit(f"{self.work} must be of a dry run with --toy, and only then, but is not. Remove it.")
+        self.jobs: dict[str, Any] = self.state["jobs"]
+        self.packed: object = None
+        # of a queue that was killed
+        kill(f"{self.work}:")
+
+    def run(self, jobs: Mapping[str, Job], deadline: float, beside: Job | None = None) -> None:
+        """Run what is not done, jobs that failed before last; nothing runs after the deadline.
+
+        `beside` runs as long as jobs do that are not timed.
+        """
+        other: Running | None = None
+        try:
+            for name in sorted(jobs, key=lambda name: self.ended(name).startswith("with")):
+                job = jobs[name]
+                left = deadline - GRACE - time.monotonic()
+                if self.ended(name) == WELL or left < job.least:
+                    continue
+                if not self.toy and job.needs and not (self.data and any(self.data.glob(job.needs))):
+                    continue
+                if job.timed and other is not None:
+                    other = self._end(other)
+                elif not job.timed and other is None and beside is not None:
+                    other = Running("beside", beside, self, left)
+                self._watch(name, job, min(job.seconds, left))
+        finally:
+            if other is not None:
+                self._end(other)
+            self.pack()
+
+    def ended(self, name: str) -> str:
+        """How a job ended."""
+        return str(self.jobs.get(name, {}).get("ended", "not yet"))
+
+    def _end(self, running: Running) -> None:
+        running.stop()
+        running.note("with the others")
+
+    def _watch(self, name: str, job: Job, seconds: float) -> None:
+        """Run a job until it has ended, or its time is over."""
+        running = Running(name, job, self, seconds)
+        try:
+            while running.process.poll() is None and time.monotonic() < running.began + seconds:
+                time.sleep(0.2)
+                self.pack()
+            in_time = running.process.poll() is not None
+        finally:
+            # one that has ended may have left processes, too
+            running.stop()
+        code = running.process.returncode
+        running.note(f"stopped after {seconds:.0f} s" if not in_time else f"with exit code {code}" if code else WELL)
+        print(f"\n== {name}: {self.ended(name)}", flush=True)
+        print("\n".join(line[:150] for line in self.log(name)[-6:]), flush=True)
+
+    def log(self, name: str) -> list[str]:
+        """The lines that a job has printed."""
+        path = self.work / f"{name}.txt"
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
+
+    def pack(self) -> None:
+        """Bring `out` up to date, if anything was written since."""
+        records = [file for file in self.records.iterdir() if not file.name.startswith(".")]
+        kept, logs = [self.work / STATE, *sorted(records)], sorted(self.work.glob("*.txt"))
+        now = [(file, stat.st_mtime_ns, stat.st_size) for file in (*kept, *logs) if (stat := _stat(file))]
+        if now == self.packed:
+            return
+        self.packed = now
+
+        def pack(path: Path) -> None:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+                for file in filter(Path.exists, kept):
+                    packed.write(file, file.relative_to(self.work))
+
+        _replace(self.out / PACKED, pack)
+        ends = [f"==== {log.stem}\n{log.read_text(encoding='utf-8', errors='replace')[-LOG_LETTERS:]}" for log in logs]
+        _replace(self.out / "logs.txt", lambda path: path.write_text("\n".join(ends), encoding="utf-8"))
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    """None for a file that was replaced just now."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat()
+    return None
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole: a process that is killed leaves the one before."""
+    unfinished = path.with_name(f".{path.name}")
+    write(unfinished)
+    unfinished.replace(path)

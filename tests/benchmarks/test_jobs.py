@@ -1,0 +1,256 @@
+"""benchmarks/jobs.py and gpu_queue.py: what was measured is kept however a queue ends, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_queue
+import gpu_tests
+import jobs
+import pytest
+from harness import Record
+from jobs import Job, Queue, processes_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+MEASURE = """
+import json, sys, time
+from pathlib import Path
+file, last = Path(sys.argv[1]), int(sys.argv[2])
+rows = json.loads(file.read_text())["rows"] if file.exists() else []
+while len(rows) < last:
+    time.sleep(0.05)
+    rows.append({"name": len(rows)})
+    file.with_suffix(".part").write_text(json.dumps({"rows": rows}))
+    file.with_suffix(".part").replace(file)
+"""
+"""Measures a row in a twentieth of a second, until there are so many."""
+FAMILY = """
+import subprocess, sys, time
+ignores = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {ignores!r}]); {ignores}"
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", ignores])
+time.sleep(0.5)
+if len(sys.argv) > 1:
+    sys.exit(int(sys.argv[1]))
+exec(ignores)
+"""
+"""Has children and grandchildren, one of them in a session of its own, and ignores Ctrl-C, or ends before they do."""
+
+
+def job(code: str, *words: object, seconds: int = 60, record: str = "rows.json", **settings: Any) -> Job:
+    given = " ".join(map(str, words))
+    command = f"{sys.executable} -c {jobs.shlex.quote(code.replace('{', '{{').replace('}', '}}'))} {given}"
+    return Job(command=command, toy="", seconds=seconds, record=record, least=0, **settings)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def rows_in(out: Path) -> int:
+    try:
+        with zipfile.ZipFile(out / "queue.zip") as packed:
+            return len(json.loads(packed.read("records/rows.json"))["rows"])
+    except (FileNotFoundError, KeyError):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "GRACE", 0.3)
+
+
+def test_a_queue_that_is_killed_has_packed_its_rows_and_the_same_again_measures_the_rest(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "work"
+    script = (
+        "import sys, time; from pathlib import Path; from jobs import Job, Queue\n"
+        "job = Job(command=sys.argv[1], toy='', seconds=60, record='rows.json', least=0)\n"
+        "Queue(Path(sys.argv[2]), Path(sys.argv[3])).run({'rows': job}, time.monotonic() + 60)\n"
+    )
+    long, path = job(MEASURE, "{records}/rows.json", 10_000), [str(ROOT / "benchmarks"), str(ROOT / "src")]
+    queue = subprocess.Popen(
+        [sys.executable, "-c", script, long.command, str(out), str(work)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+    )
+    try:
+        wait_until(lambda: rows_in(out) >= 3)
+    finally:
+        queue.kill()
+        queue.wait()
+    before = rows_in(out)
+    assert sorted(file.name for file in out.iterdir() if file.name[0] != ".") == ["logs.txt", "queue.zip"]
+    # where its jobs are left, the next one ends them
+    again = Queue(out, work)
+    assert processes_of(f"{work}:") == []
+    again.run({"rows": job(MEASURE, "{records}/rows.json", before + 3)}, time.monotonic() + 60)
+    assert again.ended("rows") == "well" and rows_in(out) >= before + 3
+
+
+def test_a_job_that_fails_or_lasts_too_long_stops_no_other_and_leaves_no_process(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    given = {
+        "fails": job(FAMILY, 3, record="a.json"),
+        "lasts": job(FAMILY, seconds=2, record="b.json"),
+        "leaves": job(FAMILY, 0, record="c.json"),
+        "rows": job(MEASURE, "{records}/rows.json", 2),
+    }
+    queue.run(given, time.monotonic() + 60)
+    ends = {name: queue.ended(name) for name in given}
+    assert ends == {"fails": "with exit code 3", "lasts": "stopped after 2 s", "leaves": "well", "rows": "well"}
+    assert processes_of(f"{queue.work}:") == []
+    assert rows_in(tmp_path / "out") == 2
+
+
+def test_the_same_again_runs_what_is_not_done_and_what_failed_last(tmp_path: Path) -> None:
+    note = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); sys.exit(int(sys.argv[3]))"
+    order = "{records}/order.txt"
+    given = {
+        "fails": job(note, order, "fails", 1),
+        "works": job(note, order, "works", 0),
+        "data": job(note, order, "data", 0, "{data}", needs="work*"),
+    }
+    for _ in range(2):
+        Queue(tmp_path / "out", tmp_path / "work").run(given, time.monotonic() + 60)
+    given["other"] = job(note, order, "other", 0)
+    Queue(tmp_path / "out", tmp_path / "work", data=tmp_path).run(given, time.monotonic() + 60)
+    text = (tmp_path / "work/records/order.txt").read_text()
+    assert text == "fails works fails data other fails "
+
+
+def test_nothing_is_begun_that_would_not_measure_anything_in_time(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    few = Job(command=sys.executable, toy="", seconds=90, record="rows.json", least=30)
+    queue.run({"rows": few}, time.monotonic() + 20)
+    assert queue.ended("rows") == "not yet"
+
+
+def test_what_runs_beside_others_does_so_only_while_no_job_is_timed(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    ask = (
+        "import sys; from jobs import processes_of; "
+        "open(sys.argv[1], 'a').write(f'{len(processes_of(sys.argv[2])) > 0} ')"
+    )
+    words = ("{records}/seen.txt", f"{queue.work}:beside:")
+    given = {name: job(ask, *words, timed=timed) for name, timed in (("a", False), ("b", True), ("c", False))}
+    queue.run(given, time.monotonic() + 60, job("import time; time.sleep(600)", timed=False))
+    assert (queue.records / "seen.txt").read_text() == "True False True "
+    assert queue.ended("beside") == "with the others" and queue.jobs["beside"]["attempts"] == 2
+
+
+def test_records_are_taken_into_results_and_those_of_other_machines_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    root = tmp_path / "root"
+    for name in ("results", "benchmarks"):
+        (root / name).mkdir(parents=True)
+    queue = Queue(out, tmp_path / "work")
+
+    def parts(*engines: str) -> dict[str, Any]:
+        return {"parts": [{"engine": each, "model": "m", "rows": [{}] * len(engines)} for each in engines]}
+
+    (root / "results/engines.json").write_text(json.dumps(parts("torch", "cuda", "onnx")))
+    (queue.records / "engines.json").write_text(json.dumps(parts("cuda")))
+    (root / "benchmarks/results.csv").write_text("head\nold\n")
+    (queue.records / "results.csv").write_text("head\nnew\n")
+    for name in ("gpu-decoder", "gpu-training"):
+        (queue.records / f"{name}.json").write_text('{"rows": [{}]}')
+    for name in ("engines", "loop", "decoder"):
+        queue.jobs[name] = {"ended": "well"}
+    queue.jobs["plain-training"] = {"ended": "stopped after 9 s"}
+    (queue.work / "state.json").write_text(json.dumps(queue.state))
+    queue.pack()
+    found = gpu_queue.Packed(out)
+    found.take(root)
+    made = json.loads((root / "results/engines.json").read_text())["parts"]
+    assert [(part["engine"], len(part["rows"])) for part in made] == [("torch", 3), ("cuda", 1), ("onnx", 3)]
+    assert (root / "benchmarks/results.csv").read_text() == "head\nold\nnew\n"
+    assert (root / "results/gpu-decoder.json").exists() and not (root / "results/gpu-training.json").exists()
+    lines = found.summary().splitlines()
+    assert [line.split()[0] for line in lines] == ["job", *gpu_queue.JOBS, "beside"]
+
+
+def test_every_job_has_a_script_a_dry_run_and_a_time() -> None:
+    for each in (*gpu_queue.JOBS.values(), gpu_queue.FUZZ):
+        for word in each.command.split():
+            assert not word.endswith(".py") or (ROOT / word).exists()
+        assert each.toy and each.least <= each.seconds
+
+
+def test_tests_that_passed_are_not_run_again_and_a_failure_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "test_toy.py").write_text(
+        "import os, pytest\n"
+        "def test_passes(): pass\n"
+        "def test_fails(): assert os.environ['FIXED'] == 'yes'\n"
+        "@pytest.mark.skip\ndef test_is_skipped(): pass\n"
+    )
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = f"{sys.executable} -m pytest -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} test_toy.py"
+
+    def run(fixed: str, code: int) -> str:
+        settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "FIXED": fixed}
+        done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert done.returncode == code
+        return done.stdout
+
+    assert run("no", 1).count("\nFAILED test_toy.py::test_fails\n") == 1
+    assert gpu_tests.read(outcomes.read_text()) == {
+        "test_toy.py::test_passes": "passed",
+        "test_toy.py::test_fails": "failed",
+        "test_toy.py::test_is_skipped": "skipped",
+    }
+    assert "1 passed, 2 deselected" in run("yes", 0)
+    assert gpu_tests.read(outcomes.read_text())["test_toy.py::test_fails"] == "passed"
+    assert "3 deselected" in run("yes", 0)
+
+
+def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    Record(file, "toy", {"size": 1, "record": file}).add({"name": "a", "value": 1})
+    same = Record(file, "toy", {"size": 1, "record": file})
+    assert same.row("a") == {"name": "a", "value": 1} and same.row("b") is None
+    same.add({"name": "b"})
+    same.add({"name": "a", "value": 2})
+    assert json.loads(file.read_text())["rows"] == [{"name": "a", "value": 2}, {"name": "b"}]
+    assert Record(file, "toy", {"size": 2}).rows == []
+    # without a file nothing is kept, and rows are there all the same
+    plain = Record(None, "toy", {})
+    plain.add({"name": "a"})
+    assert plain.rows == [{"name": "a"}]
+
+
+def test_temporary_files_of_a_job_that_is_killed_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, tempfile, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "open(sys.argv[1], 'w').write(tempfile.mkdtemp()); time.sleep(600)"
+    )
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    queue.run({"run": job(code, "{records}/said.txt", seconds=1)}, time.monotonic() + 60)
+    assert not Path((queue.records / "said.txt").read_text()).exists()
+
+
+def test_ctrl_c_reaches_a_job_before_it_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "try:\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    open(sys.argv[1], 'w').write('kept')\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        queue = Queue(tmp_path / "out", tmp_path / "work")
+        queue.run({"run": job(code, "{records}/said.txt", seconds=2)}, time.monotonic() + 60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (queue.records / "said.txt").read_text() == "kept"
