@@ -179,7 +179,9 @@ class StreamedData(CalibrationData):
         with self.chain.without_blocks():
             super().verify(example)
 
-    def moments(self, sites: Sequence[Site] | None = None) -> Iterator[tuple[Site, Moments | None]]:
+    def moments(
+        self, sites: Sequence[Site] | None = None, *, dense: bool = False
+    ) -> Iterator[tuple[Site, Moments | None]]:
         if sites is not None:
             yield from self._moments_around(sites)
             return
