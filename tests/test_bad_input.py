@@ -142,7 +142,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         ValueError,
         '`init` must be "svd", "whitened" or "random", but is \'pca\' instead.',
     ),
-    "whitening without calibration": (SPEC.build, {"init": "whitened"}, rw.PlanError, "go together: pass both"),
+    "whitening without calibration": (
+        SPEC.build,
+        {"init": "whitened"},
+        rw.PlanError,
+        "needs `calibration`, but there is none",
+    ),
     "empty calibration": (
         SPEC.build,
         {"init": "whitened", "calibration": []},

@@ -42,7 +42,7 @@ from rankwise.core.verify import Batch, verify_layers
 from rankwise.errors import RankwiseError
 from rankwise.methods import resolve_method
 from rankwise.methods.base import Factorizer, Method, make_factorizer
-from rankwise.sizes import Init, check_arguments, check_loss, plan_for_method, size_account, warn_about_plan
+from rankwise.sizes import Init, check_arguments, check_init, check_loss, plan_for_method, size_account, warn_about_plan
 from rankwise.split import splitting
 
 if TYPE_CHECKING:
@@ -82,9 +82,10 @@ class Pruner:
         init: how a matrix is factorized. "svd" and "whitened" keep what the model computes; "random" draws new factors
             with the variance of the matrix, for training from scratch. A low-rank pair in the model is gated as it is
             with "random", or with `refactor=False`.
-        calibration: batches of input for `model`, with init="whitened".
-        loss: with `calibration`, the loss of what the model returns for a batch. Components are then ordered by what
-            they are worth to it. "sampled" needs no labels: it is that of the model's own answers.
+        calibration: batches of input for `model`, by which factors are whitened (init="whitened"), or on which `loss`
+            is measured.
+        loss: with `calibration`, the loss of what the model returns for a batch. The gates of flop-l0 then start by
+            what components are worth to it. "sampled" needs no labels: it is that of the model's own answers.
         example: a batch of input for `model`, on which its code is checked to do with gated and compact layers what it
             does with stock ones. Default: the first of `calibration`, or what the model is first called with. With
             Budget(latency_ms=...) models are timed on it, here and now, to find the size.
@@ -119,7 +120,7 @@ class Pruner:
         process_group: ProcessGroup | Literal[False] | None = None,
         **settings: Any,
     ) -> None:
-        check_arguments(model, budget, init, calibration, rank_multiple, seed, max_rank)
+        check_arguments(model, budget, calibration, rank_multiple, seed, max_rank)
         checks.check_mode(model)
         check_loss(loss, calibration is not None)
         reshard(model)
@@ -127,6 +128,7 @@ class Pruner:
         self.method = resolve_method(method, self.target.layout, settings)
         self.method.check_budget(budget)
         self.method.check_loss(loss)
+        check_init(init, self.method, calibration, loss)
         if budget.latency_ms is not None:
             # it makes pruners of known sizes, so it imports this module
             from rankwise.latency import size_for

@@ -77,10 +77,23 @@ def check_loss(loss: object, has_calibration: bool) -> None:
         raise PlanError("`loss` must go with `calibration`, but there is none. Pass batches of input for the model.")
 
 
+def check_init(init: Init, method: Method, calibration: Iterable[Any] | None, loss: object) -> None:
+    """Raise if calibration data are missing, or would change nothing."""
+    if init not in ("svd", "whitened", "random"):
+        raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
+    if init == "whitened" and calibration is None:
+        raise PlanError('init="whitened" needs `calibration`, but there is none. Pass batches of input for the model.')
+    by_worth = init == "svd" and loss is not None and method.can_start_by_worth
+    if calibration is not None and init != "whitened" and not by_worth:
+        raise PlanError(
+            f'`calibration` must go with init="whitened", or with `loss` and gates that start by it (flop-l0), but '
+            f"init is {init!r} and the method {method.name!r}. Leave it out, or pass the one or the other."
+        )
+
+
 def check_arguments(
     model: nn.Module,
     budget: Budget,
-    init: Init,
     calibration: Iterable[Any] | None,
     rank_multiple: int | None,
     seed: int,
@@ -98,10 +111,6 @@ def check_arguments(
     check_shards(model)
     if not isinstance(budget, Budget):
         raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
-    if init not in ("svd", "whitened", "random"):
-        raise InvalidValueError(f'`init` must be "svd", "whitened" or "random", but is {init!r} instead.')
-    if (init == "whitened") != (calibration is not None):
-        raise PlanError('`calibration` and init="whitened" go together: pass both, or neither.')
     if (calibration is not None or budget.latency_ms is not None) and mesh_of(model.parameters()) is not None:
         asked = "`calibration`" if calibration is not None else "Budget(latency_ms=...)"
         raise PlanError(f"{asked} needs a model that one rank can run, but it is sharded. Make the pruner before.")

@@ -194,6 +194,7 @@ def test_parts_that_are_missing_can_be_made_and_taken_away(tmp_path: Path) -> No
         ({"seed": "-1"}, "`seed` must be a whole number from 0 to .*, but is -1"),
         ({"init": "whitened"}, '`init` must be "svd", "fisher" or "random" here'),
         ({"init": "fisher", "base": "none"}, '`init` must be "random" without a base'),
+        ({"init": "random", "method.start": "worth"}, '`method.start` must be "open" with random factors'),
         ({"model.clusters.widths": "4"}, "`embedding_width` must be `width`"),
     ],
 )

@@ -287,8 +287,24 @@ def test_a_pruner_weighs_errors_as_compress_does(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"init": "whitened"}, {"calibration": [torch.randn(3, 24)]}, {"init": "random", "calibration": []}]
+    "arguments, match",
+    [
+        ({"init": "whitened"}, 'init="whitened" needs `calibration`, but there is none'),
+        (
+            {"calibration": [torch.randn(3, 24)]},
+            "`calibration` must go with .* but init is 'svd' and the method 'flop-l0'",
+        ),
+        ({"init": "random", "calibration": []}, "`calibration` must go with .* but init is 'random'"),
+        (
+            {"calibration": [torch.randn(3, 24)], "loss": "sampled", "method": "flop-agp"},
+            "`calibration` must go with .* and the method 'flop-agp'",
+        ),
+        (
+            {"calibration": [torch.randn(3, 24)], "loss": "sampled", "start": "open"},
+            "`calibration` must go with .* and the method 'flop-l0'",
+        ),
+    ],
 )
-def test_whitening_and_calibration_go_together(arguments: dict[str, Any]) -> None:
-    with pytest.raises(rw.PlanError, match='`calibration` and init="whitened" go together: pass both, or neither.'):
+def test_calibration_data_that_are_missing_or_change_nothing_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(rw.PlanError, match=match):
         rw.Pruner(perceptron(), rw.Budget(removed=0.5), anneal_steps=10, **arguments)

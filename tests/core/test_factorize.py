@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.core.factorize import Moments, _square_root, random, same_size_rank, svd, svd_energy, svd_of_pair
+from rankwise.core.factorize import (
+    Factors,
+    Moments,
+    _square_root,
+    dropping_errors,
+    random,
+    same_size_rank,
+    svd,
+    svd_energy,
+    svd_of_pair,
+)
 
 SHAPES = [(6, 6), (9, 4), (4, 9), (1, 5), (5, 1)]
 
@@ -169,3 +181,33 @@ def test_the_root_of_moments_is_triangular_even_where_rounding_made_them_indefin
     root = _square_root(c_II)
     torch.testing.assert_close(root, root.tril())
     torch.testing.assert_close(root @ root.t(), c_II, atol=1e-9, rtol=1e-9)
+
+
+def some_moments(shape: tuple[int, int], weighs: str) -> Moments:
+    x, g = torch.randn(3 * shape[1], shape[1]).double(), torch.randn(3 * shape[0], shape[0]).double()
+    rows = {"rows": {"rows_O": g.square().sum(0)}, "whole": {"outputs_OO": g.t() @ g}, "nothing": {}}
+    return Moments(inputs_II=x.t() @ x / len(x), **rows[weighs])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("weighs", ["nothing", "rows", "whole"])
+def test_dropping_a_component_of_the_best_factors_adds_its_energy(shape: tuple[int, int], weighs: str) -> None:
+    weight, moments = torch.randn(shape).double(), some_moments(shape, weighs)
+    factors = svd(weight, moments=moments)
+    torch.testing.assert_close(dropping_errors(factors, moments), factors.energy_R, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighs", ["nothing", "rows", "whole"])
+def test_dropping_a_component_of_any_factors_adds_the_error_of_its_outputs(weighs: str) -> None:
+    """E[e^T G e] for the outputs e = p q x, by an average over the data themselves."""
+    o, i, r = 5, 4, 3
+    factors = Factors(torch.randn(o, r).double(), torch.randn(r, i).double(), torch.ones(r).double())
+    x, moments = torch.randn(50, i).double(), some_moments((o, i), weighs)
+    moments = replace(moments, inputs_II=x.t() @ x / len(x))
+    metric = torch.eye(o).double() if moments.rows_O is None else moments.rows_O.diag()
+    metric = metric if moments.outputs_OO is None else moments.outputs_OO
+    errors_BRO = torch.einsum("or,ri,bi->bro", factors.p_OR, factors.q_RI, x)
+    want = torch.einsum("bro,on,brn->r", errors_BRO, metric, errors_BRO) / len(x)
+    torch.testing.assert_close(dropping_errors(factors, moments, damping=0.0), want, rtol=1e-9, atol=1e-12)
+    nothing = replace(moments, inputs_II=torch.zeros(i, i))
+    assert not dropping_errors(factors, nothing).any()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.core.matrices import FactorizedMatrix
 
 
 @pytest.mark.parametrize("recipe", ["committed", "published"])
@@ -70,7 +71,7 @@ def correlated(n: int = 24) -> tuple[nn.Sequential, torch.Tensor]:
 
 
 def test_gates_start_between_even_ranks_and_those_of_one_shot_compression() -> None:
-    """With a loss, what would be exported before the first step is what `compress` keeps with blended ranks."""
+    """With the SVD weighed by the loss, what would be exported at first is what `compress` keeps with blended ranks."""
     model, x = correlated()
     budget = rw.Budget(removed=0.5)
     small = rw.compress(model, budget, [x], loss="sampled", ranks="blend")
@@ -81,6 +82,24 @@ def test_gates_start_between_even_ranks_and_those_of_one_shot_compression() -> N
     assert abs(size.expected - size.budget) < 1 and pruner.controller.target_size() == size.budget
     plain = rw.Pruner(correlated()[0], budget, anneal_steps=30)
     assert plain.size().expected > 0.99 * plain.size().dense
+
+
+def test_components_of_the_plain_svd_start_by_what_they_are_worth() -> None:
+    """The loss sees the inputs of the smallest components alone: these start open, and factors are the plain SVD's."""
+    n, k = 16, 4
+    left, right = (torch.linalg.qr(torch.randn(n, n)).Q for _ in range(2))
+    values = torch.linspace(5, 1, n)
+    model = nn.Linear(n, n, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(left * values @ right.t())
+    x = torch.randn(256, n) @ right[:, -k:] @ right[:, -k:].t()
+    pruner = rw.Pruner(model, rw.Budget(params=k * 2 * n), calibration=[x], loss="sampled", anneal_steps=30)
+    (matrix,) = pruner.controller.matrices
+    assert isinstance(matrix, FactorizedMatrix)
+    sizes_R = matrix.p.detach().norm(dim=0) * matrix.q.detach().norm(dim=1)
+    torch.testing.assert_close(sizes_R.sort(descending=True).values, values, rtol=1e-4, atol=1e-4)
+    kept = pruner.controller.kept_components(pruner.limit)[0]
+    torch.testing.assert_close(sizes_R[kept].sort(descending=True).values, values[-k:], rtol=1e-4, atol=1e-4)
 
 
 class WithAside(nn.Module):

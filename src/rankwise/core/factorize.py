@@ -146,6 +146,21 @@ def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None) -> 
     return energy.flip(0)[:rank].clamp(min=0)
 
 
+def dropping_errors(factors: Factors, moments: Moments, damping: float = DAMPING) -> Tensor:
+    """The squared error of the outputs that dropping each component p q of any factors alone adds: p^T G p q C q^T.
+
+    Those of `svd` with the same moments are orthogonal in this measure, and the result is their energy.
+    """
+    p_OR, q_RI = factors.p_OR.detach().double(), factors.q_RI.detach().double()
+    c_II, rows_O = moments.inputs_II, _damped_rows(moments, damping)
+    if c_II is not None and _is_zero(c_II):
+        return torch.zeros_like(factors.energy_R)
+    inputs_R = ((q_RI if c_II is None else _times_damped(q_RI, c_II, damping)) * q_RI).sum(1)
+    if isinstance(rows_O, _Whole):
+        return inputs_R * (p_OR * _times_damped(p_OR.t(), rows_O.outputs_OO, damping).t()).sum(0)
+    return inputs_R * (p_OR.square() if rows_O is None else p_OR.square() * rows_O.unsqueeze(1)).sum(0)
+
+
 def _factors(
     weight: Tensor, rank: int, rows_O: Tensor | _Whole | None, inputs_II: Tensor | None, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from rankwise.errors import InvalidValueError
 
 @dataclass(frozen=True)
 class Factorizer:
-    """How a matrix becomes factors."""
+    """How a matrix becomes factors, and what is known of its inputs and outputs."""
 
     make: Callable[[Site, Source, int], Factors]
     """Makes factors of the given rank for the matrix of a site."""
@@ -32,13 +32,13 @@ class Factorizer:
     moments: Mapping[str, Moments] = field(default_factory=dict)
     """Calibration statistics by the name of a site, if there are any."""
     weighed: Collection[str] | None = None
-    """The sites whose energies are in units of a loss, and so can be compared; None without a loss."""
+    """The sites whose moments weigh errors by a loss, so that they can be compared; None without a loss."""
 
 
 def make_factorizer(
     init: str, model: nn.Module, plan: Plan, calibration: Iterable[Any] | None, seed: int, loss: Loss | None = None
 ) -> Factorizer:
-    """Factors by `Pruner(init=)`: the SVD of the weights, whitened if there is `calibration` data, or random ones.
+    """Factors by `Pruner(init=)`: the SVD of the weights, the same whitened by `calibration` data, or random ones.
 
     With `loss`, errors of outputs are weighed by what they cost it.
     """
@@ -53,7 +53,7 @@ def make_factorizer(
         weights = {name: each for name, each in found.items() if each.rows_O is not None}
         moments = {name: weighed(each, weights.get(name)) for name, each in moments.items()}
     return Factorizer(
-        lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name)),
+        lambda site, source, rank: svd_of_source(source, rank, moments.get(site.name) if init == "whitened" else None),
         keeps_weight=True,
         moments=moments,
         weighed=weights,
@@ -77,6 +77,11 @@ class Method(ABC):
     """Whether neurons and heads are pruned instead of matrices, to one width for all layers."""
     prunes: ClassVar[bool] = True
     """Whether the method prunes at all, so that a plan without any matrix is a mistake."""
+
+    @property
+    def can_start_by_worth(self) -> bool:
+        """Whether the method can start by what a loss says components are worth."""
+        return False
 
     def check_budget(self, budget: Budget) -> None:
         """Raise if this method cannot keep to such a budget."""

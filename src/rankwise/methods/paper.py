@@ -16,6 +16,7 @@ from rankwise.core.allocation import uniform_allocation, value_per_parameter
 from rankwise.core.budget import CostCurve, SizeAccount
 from rankwise.core.calibrate import Loss
 from rankwise.core.controller import Controller, FixedController
+from rankwise.core.factorize import dropping_errors
 from rankwise.core.gates import Gate, HardConcreteGate, MagnitudeGate
 from rankwise.core.lagrangian import Lagrangian, LagrangianController
 from rankwise.core.magnitude import GradualPruning, MagnitudeController
@@ -79,7 +80,7 @@ class UniformController(FixedController):
 
 
 NOTHING = 1e-100
-"""What components are worth of a matrix on which the loss does not depend, as a factor of their energy."""
+"""What components are worth of a matrix on which the loss does not depend, as a factor of the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +89,24 @@ class FlopL0(GatedComponents, LearnedGates):
 
     name = "flop-l0"
     start: Literal["open", "worth"] | None = None
-    """How gates start: all "open", while the target falls from the dense size; or by what components are "worth", at
-    the final size, between even ranks and those of one-shot compression. Then a twentieth of the steps is enough for
-    `anneal_steps`. Default: "worth" with `Pruner(loss=...)`, by which it is known, and "open" without."""
+    """How gates start: all "open", while the target falls from the dense size; or by what components are "worth" to the
+    loss, at the final size, between even ranks and those of one-shot compression. Then a twentieth of the steps is
+    enough for `anneal_steps`. Default: "worth" with `Pruner(loss=...)`, by which it is known, and "open" without."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start not in (None, "open", "worth"):
             raise InvalidValueError(f'`start` must be "open" or "worth", but is {self.start!r} instead.')
 
+    @property
+    def can_start_by_worth(self) -> bool:
+        return self.start != "open"
+
     def check_loss(self, loss: Loss | None) -> None:
         if self.start == "worth" and loss is None:
             raise InvalidValueError(
                 '`start` must be "open" where nothing says what components are worth, but is "worth" instead. Pass '
-                '`calibration`, `loss` and init="whitened".'
+                "`calibration` and `loss`."
             )
 
     def make_matrix(
@@ -111,11 +116,13 @@ class FlopL0(GatedComponents, LearnedGates):
             return super().make_matrix(site, source, gate, curve, factorizer)
         assert isinstance(gate, HardConcreteGate)
         made = factorizer.make(site, source, gate.num_components)
-        gate.worth = value_per_parameter(made.energy_R, curve).to(made.energy_R.device)
+        errors_R, best_first = dropping_errors(made, factorizer.moments[site.name]).sort(descending=True, stable=True)
+        gate.worth = value_per_parameter(errors_R, curve).to(errors_R.device)
         if site.name not in factorizer.weighed:
-            # its energy is in no unit of the loss, which does not depend on it: others come first
+            # its errors are in no unit of the loss, which does not depend on it: others come first
             gate.worth *= NOTHING
-        p, q = (nn.Parameter(factor, source.requires_grad) for factor in (made.p_OR, made.q_RI))
+        p_OR, q_RI = made.p_OR[:, best_first].contiguous(), made.q_RI[best_first].contiguous()
+        p, q = (nn.Parameter(factor, source.requires_grad) for factor in (p_OR, q_RI))
         return FactorizedMatrix(p, q, gate, curve)
 
     def make_controller(

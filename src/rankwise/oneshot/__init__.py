@@ -185,7 +185,7 @@ def _data(
 def _check(
     model: nn.Module, budget: Budget, batches: Sequence[Any] | None, rank_multiple: int | None, loss: object, ranks: str
 ) -> None:
-    check_arguments(model, budget, "svd" if batches is None else "whitened", batches, rank_multiple, seed=0)
+    check_arguments(model, budget, batches, rank_multiple, seed=0)
     if ranks not in RANKS:
         raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
     # "sampled" is the default, with or without data

@@ -110,11 +110,11 @@ def test_a_wrong_name_gets_the_nearest() -> None:
         preset("enwik8-sru-flop-l0-81")
 
 
-def test_the_rivals_of_the_demo_have_the_plain_svd_and_a_ramp_of_their_own() -> None:
+def test_the_rivals_of_the_demo_start_alike_with_a_ramp_of_their_own() -> None:
     """Gates that start by what components are worth need few steps; whoever prunes from all components needs more."""
     demo = preset("demo")
     for name in ("fac", "flop-agp", "np-l0", "agp"):
         rival = demo.with_method(name)
-        assert (rival.init, rival.training, rival.budget) == ("svd", demo.training, demo.budget)
+        assert (rival.init, rival.training, rival.budget) == (demo.init, demo.training, demo.budget)
         assert getattr(rival.method, "anneal_steps", 150) == demo.training.steps // 4
     assert demo.with_method("flop-l0").method is demo.method

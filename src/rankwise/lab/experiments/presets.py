@@ -65,9 +65,8 @@ def demo() -> StreamExperiment:
             num_words=100, embedding_width=64, width=512, num_layers=3, rank=96, layer_norm=True, dropout=0.0
         ),
         base=replace(phase, schedule="constant"),
-        # gates start by what components are worth; fac has the plain SVD, which suits it better (docs/log/methods.md)
-        init="fisher",
-        method=make_method("flop-l0", anneal_steps=30),
+        # gates of the plain SVD's components, by what they are worth to the loss (docs/log/methods.md)
+        method=make_method("flop-l0", start="worth", anneal_steps=30),
         budget=Budget(removed=0.8, of="prunable"),
         training=replace(phase, distill=DISTILL),
         exclude=("embedding", "output"),

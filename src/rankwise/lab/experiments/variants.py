@@ -34,7 +34,6 @@ from rankwise.lab.training.histograms import GATES
 from rankwise.lab.training.ranks import check_share, own_ranks
 from rankwise.lab.training.records import SKIPPED, RunFolder, read_json, write_file
 from rankwise.lab.training.snapshots import Snapshots
-from rankwise.methods.paper import FlopL0
 from rankwise.methods.svd import Svd
 from rankwise.oneshot import compress
 from rankwise.pruner import Pruner
@@ -248,12 +247,13 @@ class Part:
         experiment = self.experiment
         assert experiment.budget is not None
         init = experiment.init
-        found = self.task.calibration() if init in ("whitened", "fisher") else None
         method = experiment.method_for(self.config.steps)
-        if experiment.sizes and isinstance(method, FlopL0):
+        by_worth = experiment.starts_by_worth
+        if experiment.sizes and by_worth:
             # sizes are taken while the target falls from the dense one
-            ramp = max(method.anneal_steps, experiment.new_ramp()) if init == "fisher" else method.anneal_steps
-            method = replace(method, start="open", anneal_steps=ramp)
+            ramp = max(method.anneal_steps, experiment.new_ramp())  # type: ignore[attr-defined]
+            method, by_worth = replace(method, start="open", anneal_steps=ramp), False  # type: ignore[call-arg]
+        found = self.task.calibration() if by_worth or init in ("whitened", "fisher") else None
         return Pruner(
             model,
             experiment.budget,
@@ -261,7 +261,7 @@ class Part:
             plan=self.task.plan(model),
             init="whitened" if init == "fisher" else init,
             calibration=None if found is None else found.batches,
-            loss=None if found is None or init != "fisher" else found.loss,
+            loss=found.loss if found is not None and (by_worth or init == "fisher") else None,
             seed=experiment.seed,
         )
 

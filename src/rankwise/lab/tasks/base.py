@@ -97,7 +97,7 @@ class Experiment(ABC):
     healing: Any = None
     """Training of the compact model itself; None: no more training."""
     init: Init | Literal["fisher"] = "svd"
-    """How matrices become factors: "svd", "fisher" (weighed by the loss), or "random" to train from scratch."""
+    """How matrices become factors: "svd", "fisher" (the SVD weighed by the loss), or "random" to train from scratch."""
     exclude: tuple[str, ...] = ()
     """Modules that are neither pruned nor counted as prunable."""
     sizes: tuple[float, ...] = ()
@@ -122,6 +122,11 @@ class Experiment(ABC):
             if budget is None:
                 found = f"missing with {method}. Example: --budget.removed 0.8."
             raise RankwiseError(f"`budget` goes with every method but dense, but is {found}")
+        if self.init == "random" and self.starts_by_worth:
+            raise RankwiseError(
+                '`method.start` must be "open" with random factors, whose components are worth nothing yet, but is '
+                '"worth" instead. Add --method.start open, and a longer --method.anneal_steps.'
+            )
         for name in self.compare:
             if name not in METHODS:
                 known = ", ".join(METHODS)
@@ -190,6 +195,12 @@ class Experiment(ABC):
         """Whether what is made from the base learns from the dense model's answers."""
         return False
 
+    @property
+    def starts_by_worth(self) -> bool:
+        """Whether gates start by what a loss says components are worth."""
+        asked = self.init == "fisher" or getattr(self.method, "start", None) == "worth"
+        return asked and self.method.can_start_by_worth
+
     def method_for(self, steps: int) -> Method:
         """The method for a training of so many steps."""
         return self.method
@@ -216,7 +227,12 @@ class Experiment(ABC):
         if name == "dense":
             return self.control()
         method = like(self.method, name, anneal_steps=self.new_ramp())
-        return replace(self, method=method, budget=budget or self.budget)
+        made = replace(self, method=method, budget=budget or self.budget)
+        if self.starts_by_worth and not made.starts_by_worth and hasattr(method, "anneal_steps"):
+            # the ramp of gates that start by worth is too short for others
+            ramp = max(method.anneal_steps, self.new_ramp())
+            made = replace(made, method=replace(method, anneal_steps=ramp))  # type: ignore[call-arg]
+        return made
 
     def budgets(self) -> list[Budget]:
         """The budget itself, last, and those of `sizes`."""

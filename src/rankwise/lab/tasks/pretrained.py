@@ -283,9 +283,9 @@ class PretrainedTask(Task[P, D]):
         return ExampleObjective(model, self.train, config, device, loss)
 
     def calibration(self) -> Calibration | None:
-        """Training examples without their labels; None unless `init` is "whitened"."""
+        """Training examples without their labels, where `init` or the start of gates asks for data."""
         experiment = self.experiment
-        if experiment.init != "whitened":
+        if experiment.init != "whitened" and not experiment.starts_by_worth:
             return None
         found, batches = 0, []
         for batch in self.train.batches(CALIBRATION_BATCH, experiment.seed):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.adapters.plans import find_plan
-from rankwise.core.budget import Budget, SizeReport, count
+from rankwise.core.budget import SizeReport, count
 from rankwise.core.plan import Plan
 from rankwise.deploy.architectures import build, describe_config, from_description
 from rankwise.deploy.load import load
@@ -34,8 +34,6 @@ from rankwise.lab.training.records import foreign_file, read_json, write_file
 from rankwise.oneshot import loss_of_choices
 from rankwise.sizes import plan_for_method, size_account
 
-WEIGHED = ("dense", "flop-l0", "svd")
-"""Methods that keep `init="fisher"` when an experiment is given them; those that prune choose by it."""
 OUTPUT_LAYERS = {"output": "head", "head": "output"}
 """What one of our architectures calls its output layer, and what the other does."""
 NUM_CALIBRATION_WINDOWS, CALIBRATION_BATCH = 512, 16
@@ -142,17 +140,6 @@ class StreamExperiment(Experiment):
         if self.healing is not None:
             changes["healing"] = replace(self.healing, distill=0.0)
         return changes
-
-    def with_method(self, name: str, budget: Budget | None = None) -> Experiment:
-        made = super().with_method(name, budget)
-        if self.init != "fisher" or name in WEIGHED or made.method is self.method:
-            return made
-        # the plain SVD is the better start for fac, and the ramp of gates that start by worth too short
-        made = replace(made, init="svd")
-        if hasattr(made.method, "anneal_steps"):
-            ramp = max(self.new_ramp(), made.method.anneal_steps)
-            made = replace(made, method=replace(made.method, anneal_steps=ramp))  # type: ignore[call-arg]
-        return made
 
     def taught_control(self) -> StreamExperiment:
         return replace(self.control(), training=self.training, healing=self.healing)  # type: ignore[return-value]
