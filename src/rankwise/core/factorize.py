@@ -146,7 +146,7 @@ def svd_energy(weight_OI: Tensor, rank: int, moments: Moments | None = None) -> 
     return energy.flip(0)[:rank].clamp(min=0)
 
 
-def dropping_errors(factors: Factors, moments: Moments, damping: float = 1e-2) -> Tensor:
+def dropping_errors(factors: Factors, moments: Moments, damping: float = DAMPING) -> Tensor:
     """The squared error of the outputs that dropping each component p q of any factors alone adds: p^T G p q C q^T.
 
     Those of `svd` with the same moments are orthogonal in this measure, and the result is their energy.
