@@ -97,13 +97,10 @@ class Placer:
             numbers = ", ".join(f"{places.count(name)} on {name}" for name in dict.fromkeys(places))
             self._tell(f"Blocks by device: {numbers}.")
         elif (card := self._card(model)) is not None:
-            self.placed = Offload(self._converted(model), card, self.folder)
+            self.placed = Offload(model if self.dtype is None else model.to(self.dtype), card, self.folder)
         else:
             model.to(device=find_device(self.device, model), dtype=self.dtype)
         return model
-
-    def _converted(self, model: nn.Module) -> nn.Module:
-        return model if self.dtype is None else model.to(self.dtype)
 
     def _card(self, model: nn.Module) -> torch.device | None:
         """The device on which one block at a time is compressed; None if the model is there as a whole."""

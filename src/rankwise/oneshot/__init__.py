@@ -25,10 +25,9 @@ from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
 from rankwise.oneshot.blockwise import RefinedBlocks, Refinement
 from rankwise.oneshot.both import NeuronsThenRanks, check_share
-from rankwise.oneshot.data import CalibrationData, Progress
+from rankwise.oneshot.data import CalibrationData, Progress, Smoothing
 from rankwise.oneshot.narrow import WidthSvd, narrow_all, oneshot_method
 from rankwise.oneshot.ranks import RANKS, Ranks, Shrink
-from rankwise.oneshot.smoothing import Smoothing
 from rankwise.oneshot.streamed import StreamedData
 from rankwise.sizes import check_arguments, check_loss, plan_for_method, size_account
 from rankwise.split import split

@@ -55,10 +55,7 @@ class StreamedData(CalibrationData):
         if any(use.name.startswith(inside) for site in self.around for use in site.uses):
             raise RankwiseError(NOT_A_CHAIN.format("no block has an embedding that is compressed"))
         with self.chain.without_blocks(), OutputFisher(model, Plan(tuple(self.around))).watching():
-            _, call = self.chain.entry(batches[0])
-        others = (each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
-        if any(other.requires_grad for other in others):
-            raise RankwiseError(NOT_A_CHAIN.format("blocks depend on layers before them by hidden states alone"))
+            self._entry(batches[0])
         self.states = _States(self.offload)
         self.loss_calls: list[list[Call]] = []
         self.firsts: list[Tensor] = []
@@ -69,6 +66,13 @@ class StreamedData(CalibrationData):
 
     def _find_blocks(self) -> list[str]:
         return self.chain.names
+
+    def _entry(self, batch: Any) -> Tensor:
+        """What the first block reads of a batch, with its history."""
+        x_BTD, call = self.chain.entry(batch)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((call.args, call.kwargs))):
+            raise RankwiseError(NOT_A_CHAIN.format("blocks depend on layers before them by hidden states alone"))
+        return x_BTD
 
     def record(self) -> tuple[list[Tensor], list[list[Call]]]:
         return self.chain.start(self.batches or [])
@@ -102,11 +106,7 @@ class StreamedData(CalibrationData):
             weights |= fisher.weights()
         with self.chain.without_blocks(), around.watching():
             for batch, grad in zip(batches, grads, strict=True):
-                x_BTD, call = self.chain.entry(batch)
-                if any(
-                    isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((call.args, call.kwargs))
-                ):
-                    raise RankwiseError(NOT_A_CHAIN.format("they depend on layers before them by hidden states alone"))
+                x_BTD = self._entry(batch)
                 if x_BTD.requires_grad:
                     x_BTD.backward(grad)  # type: ignore[no-untyped-call]
         self.progress("gradients", total, total)
