@@ -563,7 +563,9 @@ def test_an_embedding_that_must_stay_leaves_nothing_to_compress() -> None:
 
 def test_answers_that_no_loss_can_be_drawn_from_are_refused_with_the_way_out() -> None:
     model = Tagger(lambda logits: logits.tolist())
-    with pytest.raises(rw.RankwiseError, match="must return a .*tensor first, but returns list. Pass `loss`, a function"):
+    with pytest.raises(
+        rw.RankwiseError, match="must return a .*tensor first, but returns list. Pass `loss`, a function"
+    ):
         rw.compress(model, rw.Budget(removed=0.2), [torch.zeros(1, 2).long()])
 
 
