@@ -1,8 +1,9 @@
-"""Tokens per second in vLLM, dense and compressed: `.venv-vllm/bin/python benchmarks/vllm_speed.py [--record]`.
+"""Tokens per second in vLLM, dense and compressed: `.venv-vllm/bin/python benchmarks/vllm_speed.py --record FILE`.
 
 A random decoder of the Llama shape is saved dense, and compressed in both layouts and levels. vLLM serves each folder
 in a process of its own, as it does for users, with its default settings but for the length. Timed are the decoding of
-one request and of several, and the reading of long prompts, each as often as `--repeats` says; shown is the median.
+one request and of several, and the reading of long prompts. The folders take turns, `--rounds` times, and each time a
+case is timed `--repeats` times; kept are the median and its ratio to the dense model's, in all and of each round.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -26,8 +28,8 @@ CASES = {"decode, 1 request": (1, 16, 64), "decode, 8 requests": (8, 16, 64), "r
 """Requests, tokens of a prompt, and new tokens."""
 
 
-def save_models(root: Path, shape: str, removed: list[float], dtype: str) -> list[str]:
-    """Write the folders; returns their names, dense first."""
+def save_models(root: Path, shape: str, removed: list[float], dtype: str) -> dict[str, int]:
+    """Write the folders; returns their names and sizes, dense first."""
     import torch
     import transformers as hf
 
@@ -39,15 +41,16 @@ def save_models(root: Path, shape: str, removed: list[float], dtype: str) -> lis
     config = hf.LlamaConfig(**sizes, num_key_value_heads=sizes["num_attention_heads"], vocab_size=8192)
     model = hf.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
     model.save_pretrained(root / "dense")
-    names = ["dense"]
+    found = {"dense": rw.count(model)}
     for share in removed:
         for layout in ("pair", "pivot"):
             plan = rw.find_plan(model, "all-linear")
             budget = rw.Budget(removed=share, of="prunable")
             small: Any = rw.compress(model, budget, plan=plan, layout=layout, rank_multiple=16)  # type: ignore[arg-type]
-            names.append(f"{share:.0%} removed, {layout}")
-            save_pretrained(small, root / names[-1])
-    return names
+            name = f"{share:.0%} removed, {layout}"
+            found[name] = rw.count(small)
+            save_pretrained(small, root / name)
+    return found
 
 
 def serve(folder: str, dtype: str, repeats: int, scale: int) -> None:
@@ -86,42 +89,45 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--removed", type=float, nargs="+", default=[0.3, 0.5])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--quick", action="store_true", help="a dry run: tiny models, few tokens; its times mean nothing"
     )
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/results.csv")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a JSON file for the rows")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.dtype, arguments.repeats, 16 if arguments.quick else 1)
         return
     if arguments.quick:
-        arguments.shape, arguments.removed, arguments.repeats = "tiny", [0.3], 1
+        arguments.shape, arguments.removed, arguments.rounds, arguments.repeats = "tiny", [0.3], 1, 1
+    from harness import Record
+
+    settings = {name: getattr(arguments, name) for name in ("shape", "removed", "dtype", "rounds", "repeats", "quick")}
+    record = Record(arguments.record, "vllm-speed", settings)
     with tempfile.TemporaryDirectory() as root:
-        names = save_models(Path(root), arguments.shape, arguments.removed, arguments.dtype)
-        found = {name: measured(Path(root) / name, arguments) for name in names}
-    show(found)
-    if arguments.record:
-        from harness import record
-
-        for name, cases in found.items():
-            for case, values in cases.items():
-                label = f"{arguments.shape} {arguments.dtype}, {name}, {case}"
-                record("vllm_speed", label, values, "tokens/s")
+        sizes = save_models(Path(root), arguments.shape, arguments.removed, arguments.dtype)
+        rounds = [{name: measured(Path(root) / name, arguments) for name in sizes} for _ in range(arguments.rounds)]
+    for name, parameters in sizes.items():
+        cases = {case: compared([(found[name][case], found["dense"][case]) for found in rounds]) for case in CASES}
+        record.add({"name": name, "parameters": parameters, **cases})
+    show(record.rows)
 
 
-def show(found: dict[str, dict[str, list[float]]]) -> None:
-    """Tokens per second, and the ratio to dense."""
-    from statistics import median
+def compared(rounds: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Tokens per second over all rounds, and the speed relative to dense, in all and in each round."""
+    own, dense = ([value for both in rounds for value in both[i]] for i in range(2))
+    speeds = [median(one) / median(other) for one, other in rounds]
+    return {"tokens/s": median(own), "speed": median(own) / median(dense), "of rounds": speeds}
 
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Tokens per second, and the speed relative to dense."""
     print(f"| | {' | '.join(CASES)} |\n|---{'|---' * len(CASES)}|")
-    for name, cases in found.items():
-        cells = [
-            f"{median(values):.1f} ({median(values) / median(found['dense'][case]):.2f}x)"
-            for case, values in cases.items()
-        ]
-        print(f"| {name} | {' | '.join(cells)} |")
+    for row in rows:
+        cells = [f"{row[case]['tokens/s']:.1f} ({row[case]['speed']:.2f}x)" for case in CASES]
+        print(f"| {row['name']} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

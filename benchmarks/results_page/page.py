@@ -20,7 +20,7 @@ KNOWN = (
     "enwik8-small-sru", "methods-enwik8-transformer", "methods-enwik8-transformer-long", "arena-smollm2",
     "arena-smollm2-levels", "arena-gemma", "oneshot-smollm2-healed", "lagrangian-recipes", "gpu-decoder",
     "gpu-training", "gpu-training-compiled", "gpu-compress", "gpu-compress-offload", "fsdp-memory", "torture",
-    "engines",
+    "engines", "vllm-speed",
 )  # fmt: skip
 """Names of records that a section below reads, or another page."""
 HEAD = """# Results
@@ -254,6 +254,14 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "The same from disk, block by block, on a GPU that pretends to have 8 GiB. `python benchmarks/gpu_compress.py "
         "--offload --cap 8 --record results/gpu-compress-offload.json`",
         _of("gpu-compress-offload", sections.gpu_offload),
+    ),
+    (
+        "Serving with vLLM on a CPU",
+        "Tokens per second of a random decoder of the Llama shape, compressed by `rankwise.compress` without "
+        "calibration with ranks in multiples of 16, and the speed relative to dense: the median of all rounds, in "
+        "which the folders take turns, and of each round. On two cores; `.venv-vllm/bin/python "
+        "benchmarks/vllm_speed.py --record results/vllm-speed.json`",
+        _of("vllm-speed", sections.vllm_speed),
     ),
     (
         "A small SRU on a CPU",

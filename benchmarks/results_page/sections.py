@@ -87,6 +87,19 @@ def gpu_offload(record: Record) -> Table:
     return Table(columns, tuple(rows))
 
 
+def vllm_speed(record: Record) -> Table:
+    """Tokens per second in vLLM, and the speed relative to dense in all and in each round."""
+    settings, cases = record["settings"], [name for name in record["rows"][0] if name not in ("name", "parameters")]
+
+    def cell(row: Record, case: str) -> str:
+        found = row[case]
+        rounds = ", ".join(f"{speed:.2f}" for speed in found["of rounds"])
+        return f"{found['tokens/s']:.1f}" + ("" if row["name"] == "dense" else f" ({found['speed']:.2f}x; {rounds})")
+
+    rows = [(row["name"], f"{row['parameters']:,}", *(cell(row, case) for case in cases)) for row in record["rows"]]
+    return Table((f"{settings['shape']}, {settings['dtype']}", "parameters", *cases), tuple(rows))
+
+
 def _figures(found: Sequence[Cell]) -> tuple[str, ...]:
     row = found[0].row
     lost = [100 * loss for cell in found if (loss := cell.lost(BITS)) is not None]
