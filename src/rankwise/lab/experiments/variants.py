@@ -283,15 +283,15 @@ class Part:
         """
         phase = Phase(name, config or self.config, gates, self.context.folder / name / HANDED if is_new else None)
         ranks = own_ranks()
-        if ranks.count == 1:
-            return self.fit(phase, model, after_step)
-        if phase.model is not None:
-            self.task.save(model.eval(), phase.model, None)
-        # they read the data themselves
-        told = replace(self, context=None, task=None)  # type: ignore[arg-type]
-        ranks.tell((told, self.experiment, self.context.folder, phase))
+        if ranks.count > 1:
+            if phase.model is not None:
+                self.task.save(model.eval(), phase.model, None)
+            # they read the data themselves
+            told = replace(self, context=None, task=None)  # type: ignore[arg-type]
+            ranks.tell((told, self.experiment, self.context.folder, phase))
         outcome = self.fit(phase, model, after_step)
         if phase.handed is not None:
+            # it may be of processes that were stopped before
             shutil.rmtree(phase.handed, ignore_errors=True)
         return outcome
 
