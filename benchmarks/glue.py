@@ -175,7 +175,7 @@ def run_cell(options: argparse.Namespace, model: Path, cell: Cell) -> list[dict[
     began = time.perf_counter()
     context = pipeline.begin(experiment, options.work / cell.task / f"seed-{cell.seed}")
     experiment.make_task(context.data).check()
-    base = pipeline.train_base(context, experiment)
+    (base,) = Part.of_base(context, experiment).make()
     rows = [base]
     if cell.row != "dense":
         rows = Part.of_variant(context, Variant(cell.row, experiment), context.folder / BASE / MODEL).make()

@@ -96,7 +96,7 @@ def test_a_slip_of_python_in_our_code_is_a_bug(tmp_path: Path, monkeypatch: pyte
 def test_a_warning_is_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        arguments = words(place, method__anneal_steps="1000", compare="", init="svd")
+        arguments = words(place, method="flop-agp", method__anneal_steps="1000", compare="")
         assert run(["run", "demo", *arguments, "--out", str(tmp_path / "run")]) == 0
     found = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
     begun, exported = found
