@@ -23,7 +23,8 @@ from rankwise.errors import RankwiseError, nearest
 from rankwise.files import read_json
 from rankwise.lab.experiments.presets import preset
 from rankwise.lab.experiments.run_folder import experiment_from
-from rankwise.lab.tasks.base import Experiment, check_seed
+from rankwise.lab.tasks.base import Experiment
+from rankwise.lab.training.config import check_seed
 from rankwise.methods import METHODS
 
 BOTH = "both"

@@ -34,6 +34,18 @@ def make_method(name: str, **settings: object) -> Method:
     return METHODS[name](**settings)
 
 
+def like(method: Method, name: str, **otherwise: Any) -> Method:
+    """The method of that name, with the settings of `method` that it has too, or else those of `otherwise`."""
+    if name not in METHODS:
+        return make_method(name)
+    if METHODS[name] is type(method):
+        return method
+    names = {field.name for field in dataclasses.fields(METHODS[name])}
+    given = {key: value for key, value in otherwise.items() if key in names}
+    shared = {key: getattr(method, key) for key in names if hasattr(method, key)}
+    return make_method(name, **given | shared)
+
+
 def resolve_method(method: str | Method, layout: str, settings: dict[str, Any]) -> Method:
     """The method with its settings; one that is given by name has this layout unless `layout` is set."""
     if isinstance(method, Method):

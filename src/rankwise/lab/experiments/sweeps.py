@@ -18,8 +18,9 @@ from rankwise.lab.experiments.launchers import Launcher
 from rankwise.lab.experiments.pipeline import Place, announce, begin, check_parts, from_base, run_variants
 from rankwise.lab.experiments.run_folder import BASE, FORMAT, RECORD, SWEEP, VERSION, claim, write_experiment
 from rankwise.lab.experiments.variants import DENSE
-from rankwise.lab.tasks.base import Experiment, check_seed
+from rankwise.lab.tasks.base import Experiment
 from rankwise.lab.training import Watcher
+from rankwise.lab.training.config import check_seed
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import RunFolder, read_json, write_file
 

@@ -22,9 +22,9 @@ from rankwise.core.budget import Budget, SizeReport
 from rankwise.core.plan import Plan
 from rankwise.errors import InvalidTypeError, RankwiseError, nearest, shortened
 from rankwise.lab.data.vocabulary import Progress
-from rankwise.lab.training.config import LoopConfig
+from rankwise.lab.training.config import LoopConfig, check_seed
 from rankwise.lab.training.objective import Objective
-from rankwise.methods import METHODS, make_method
+from rankwise.methods import METHODS, like, make_method
 from rankwise.methods.base import Method
 from rankwise.sizes import Init, plan_for_method, size_account
 
@@ -303,24 +303,6 @@ def described(experiment: Experiment) -> dict[str, Any]:
     """An experiment as records keep it: without places on this machine, as JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(experiment.portable().to_json()))
     return plain
-
-
-def like(method: Method, name: str, **otherwise: Any) -> Method:
-    """The method of that name, with the settings of `method` that it has too, or else those of `otherwise`."""
-    if name not in METHODS:
-        return make_method(name)
-    if METHODS[name] is type(method):
-        return method
-    names = {field.name for field in fields(METHODS[name])}
-    given = {key: value for key, value in otherwise.items() if key in names}
-    shared = {key: getattr(method, key) for key in names if hasattr(method, key)}
-    return make_method(name, **given | shared)
-
-
-def check_seed(seed: int) -> None:
-    """Refuse a seed that random numbers cannot be drawn from."""
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise RankwiseError(f"`seed` must be a whole number from 0 to 2^63 - 1, but is {seed!r} instead.")
 
 
 E = TypeVar("E", bound=Experiment)

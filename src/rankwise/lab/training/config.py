@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from rankwise.errors import InvalidValueError
+from rankwise.errors import InvalidValueError, RankwiseError
 from rankwise.lab.data.vocabulary import Array
 from rankwise.lab.data.windows import Evaluation
 
@@ -269,3 +269,9 @@ def check_choice(config: object, name: str, known: tuple[str, ...]) -> None:
 def check_decay(config: LoopConfig | TuningConfig) -> None:
     if not 0 <= config.weight_decay < math.inf:
         raise InvalidValueError(f"`weight_decay` must be at least 0 and finite, but is {config.weight_decay} instead.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that random numbers cannot be drawn from."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise RankwiseError(f"`seed` must be a whole number from 0 to 2^63 - 1, but is {seed!r} instead.")
