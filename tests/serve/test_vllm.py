@@ -214,6 +214,23 @@ def test_in_bfloat16_the_difference_is_one_of_rounding(name: str, folders: Path,
     assert largest_difference(answer, build(name.split()[0]).to(torch.bfloat16).float()) > 3 * tolerance
 
 
+@pytest.mark.parametrize("form", ["dense", "pair", "pivot", "large pivot"])
+def test_products_of_vllm_are_those_of_the_reference(form: str) -> None:
+    from rankwise.serve.grouped import grouped_pair
+    from rankwise.serve.methods import PIVOT_RANK, Products
+    from rankwise.serve.weights import SecondFactor
+
+    rank = {"dense": None, "large pivot": PIVOT_RANK}.get(form, 5)
+    factors = [SecondFactor(rank, 900, "pivot" in form, torch.float32), SecondFactor(3, 4, False, torch.float32)]
+    for factor in factors:
+        for weight in (factor.weight, factor.places):
+            if weight is not None:
+                weight.data = torch.randn(weight.shape) if weight.is_floating_point() else torch.randperm(900).int()
+    first, x = torch.randn(factors[0].rows + 3, 8), torch.randn(2, 8)
+    expected = grouped_pair(x, first, [factor.value for factor in factors])
+    torch.testing.assert_close(Products(first, factors)(x), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("way, name", [("compiled", "qwen2 pivot"), ("transformers", "qwen3 pair")])
 def test_other_ways_to_run_give_the_same_tokens(way: str, name: str, folders: Path, answers: dict[str, Any]) -> None:
     assert answers[way].get("tokens") == greedy(folders / name), answers[way]

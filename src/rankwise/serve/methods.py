@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from rankwise.deploy.structure import Head, Layer, Linear, LowRankEmbedding, PivotEmbedding
 from rankwise.errors import CheckpointError
-from rankwise.serve.grouped import Second, fused_group, grouped_pair, second_product
-from rankwise.serve.weights import AGAIN, GroupedWeights, Missing, Part, Span, WordWeights, receiver
+from rankwise.serve.grouped import Second, fused_group, grouped_pair
+from rankwise.serve.weights import (
+    AGAIN,
+    GroupedWeights,
+    Missing,
+    Part,
+    SecondFactor,
+    Span,
+    WordWeights,
+    receiver,
+)
+
+PIVOT_RANK = 768
+"""Below this rank a CPU takes longer to put the outputs of pivots in order than to multiply by a plain factor."""
+
+
+class Product(nn.Module):
+    """x W^T as vLLM computes it in its own dense layers; on a CPU, W is packed for that."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.method = UnquantizedLinearMethod()
+        self.method.process_weights_after_loading(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.method.apply(self, x)
+        return y
+
+
+class Products(nn.Module):
+    """`grouped_pair` by the products of vLLM."""
+
+    def __init__(self, q_RI: Tensor, factors: Sequence[SecondFactor]) -> None:
+        super().__init__()
+        self.first = Product(q_RI)
+        self.parts = [as_product(factor) for factor in factors]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return grouped_pair(x, self.first, self.parts)
+
+
+def as_product(factor: SecondFactor) -> Second:
+    if factor.weight is None:
+        return factor.value
+    if factor.places is None or factor.rows < PIVOT_RANK:
+        return Second(factor.rows, Product(factor.matrix))
+    return Second(factor.rows, Product(factor.weight), factor.places.detach())
 
 
 class LowRankLinearMethod(LinearMethodBase):
@@ -50,16 +97,16 @@ class LowRankLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         self.missing.check()
         first = getattr(layer, "0").weight
-        layer.fused = fused_group(first, [factor.value for factor in layer.second]) if first.is_cuda else None
-        if layer.fused is not None:
-            # the group has them now
-            for weight in (first, *layer.second.parameters()):
-                weight.data = weight.data.new_empty(0)
+        if first.is_cuda:
+            layer.group = fused_group(first, [factor.value for factor in layer.second])
+        else:
+            layer.group = Products(first, layer.second)
+        # the group has them now
+        for weight in (first, *layer.second.parameters()):
+            weight.data = weight.data.new_empty(0)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if layer.fused is None:
-            return grouped_pair(x, getattr(layer, "0").weight, [factor.value for factor in layer.second], bias)
-        y: Tensor = layer.fused(x)
+        y: Tensor = layer.group(x)
         return y if bias is None else y + bias
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> Any:
@@ -90,9 +137,12 @@ class LowRankEmbeddingMethod(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.missing.check()
+        # a head that is tied to this one reads its weights too
+        layer.widening = Product(layer.second.matrix)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        return second_product(F.embedding(input_, getattr(layer, "0").weight), layer.second.value)
+        y: Tensor = layer.widening(F.embedding(input_, getattr(layer, "0").weight))
+        return y
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError("An embedding gives no logits; its head does.")
@@ -143,12 +193,14 @@ class LowRankHeadMethod(QuantizeMethodBase):
                 "Check `tie_word_embeddings` in config.json."
             )
         # logits = words (P^T h)
-        first = nn.Parameter(weights.factor.matrix.t().contiguous(), requires_grad=False)
-        layer.register_parameter("narrowing", first)
-        layer.register_parameter("words", weights.table)
+        layer.narrowing = Product(weights.factor.matrix.t().contiguous())
+        layer.words = Product(weights.table)
+        if self.form.embedding is None:
+            weights.table.data = weights.table.data.new_empty(0)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return grouped_pair(x, layer.narrowing, [Second(layer.words.shape[1], layer.words)], bias)
+        y: Tensor = layer.words(layer.narrowing(x))
+        return y if bias is None else y + bias
 
 
 class OwnHeadMethod(UnquantizedEmbeddingMethod):
