@@ -289,6 +289,11 @@ def disk(work: Path) -> Case:
 def fuzzed(work: Path) -> Case:
     """Mutated folders: an answer or one clear error."""
     known = fuzz.subjects(work / "subjects")
+    for subject in known.values():
+        # what reads it is imported before children are forked, not in each of them
+        shutil.copytree(subject.folder, work / "whole")
+        subject.read(work / "whole")
+        shutil.rmtree(work / "whole", ignore_errors=True)
 
     def run(case: int, folder: Path) -> Outcome:
         return *fuzz.run_case(case, known, folder), {}
