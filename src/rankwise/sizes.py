@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -109,6 +109,11 @@ def check_arguments(
                 f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
             )
     check_shards(model)
+    if isinstance(calibration, Mapping | str):
+        raise InvalidTypeError(
+            "`calibration` must be several batches of input for the model, such as a list of them, but is a "
+            f"{type(calibration).__name__} instead. Pass [batch]."
+        )
     if not isinstance(budget, Budget):
         raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
     if (calibration is not None or budget.latency_ms is not None) and mesh_of(model.parameters()) is not None:

@@ -274,9 +274,10 @@ def test_work_that_was_stopped_goes_on_to_the_same_model() -> None:
     assert done == [11, 12, 13, 14, 15]
 
 
-def test_a_model_without_blocks_is_not_refined_in_silence() -> None:
-    with pytest.raises(rw.RankwiseError, match="`refinement` needs calibration data and a model of blocks"):
-        rw.compress(nn.Linear(8, 8), rw.Budget(removed=0.5), [torch.randn(4, 8)], refinement=Refinement(steps=2))
+@pytest.mark.parametrize("asked", [{"refinement": Refinement(steps=2)}, {"anchor": True}])
+def test_a_model_without_blocks_is_not_refined_or_anchored_in_silence(asked: dict[str, Any]) -> None:
+    with pytest.raises(rw.RankwiseError, match="`refinement` and `anchor` need a model of blocks"):
+        rw.compress(nn.Linear(8, 8), rw.Budget(removed=0.5), [torch.randn(4, 8)], **asked)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,7 @@ def test_a_model_without_blocks_is_not_refined_in_silence() -> None:
     [
         ({"steps": -1}, "`steps` must be a whole number of at least 0, but is -1"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive, but is 0.0"),
+        ({"floor": 0.0}, "`floor` must be positive, but is 0.0"),
     ],
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
-from rankwise.oneshot import RANKS, Ranks, Smoothing, default_plan, sampled_loss
+from rankwise.oneshot import RANKS, Ranks, Refinement, Smoothing, default_plan, sampled_loss
 from rankwise.oneshot import data as calibration
 from tests.models import Spec, batch, specs
 
@@ -572,6 +573,28 @@ def test_answers_that_no_loss_can_be_drawn_from_are_refused_with_the_way_out() -
 def test_a_loss_without_data_is_refused() -> None:
     with pytest.raises(rw.RankwiseError, match="`loss` must go with `calibration`, but there is none"):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), loss=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"anchor": True}, {"smoothing": Smoothing(inputs=0.1)}, {"refinement": Refinement(steps=2)}]
+)
+def test_what_data_are_needed_for_is_refused_without_them(asked: dict[str, Any]) -> None:
+    with pytest.raises(rw.PlanError, match=f"`{next(iter(asked))}` must go with `calibration`, but there is none"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), **asked)
+
+
+@pytest.mark.parametrize("asked", [{"smoothing": 0.1}, {"refinement": 3}])
+def test_numbers_in_place_of_settings_are_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"must be a `rankwise.oneshot.(Smoothing|Refinement)`, but is (0.1|3) instead"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), [torch.randn(2, 4)], **asked)
+
+
+@pytest.mark.parametrize("given", [{"input": torch.randn(2, 4)}, "text.txt"])
+def test_one_batch_in_place_of_several_is_refused(given: Any) -> None:
+    model = nn.Linear(4, 4)
+    for use in (partial(rw.compress, model), partial(rw.Pruner, model, anneal_steps=100, init="whitened")):
+        with pytest.raises(TypeError, match="`calibration` must be several batches .*, but is a (dict|str) instead"):
+            use(budget=rw.Budget(removed=0.5), calibration=given)
 
 
 def test_calibration_without_a_batch_is_refused() -> None:

@@ -44,8 +44,9 @@ class Refinement:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 0:
             raise InvalidValueError(f"`steps` must be a whole number of at least 0, but is {self.steps!r} instead.")
-        if not 0 < self.learning_rate < math.inf:
-            raise InvalidValueError(f"`learning_rate` must be positive, but is {self.learning_rate} instead.")
+        for name in ("learning_rate", "floor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
 
 
 class RefinedBlocks(Protocol):

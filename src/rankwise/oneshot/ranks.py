@@ -56,7 +56,7 @@ class Shrink:
             scores = _scores(data, method, self.curves)
         elif not data.weights:
             # notes what no batch reaches
-            deque(data.moments(), maxlen=0)
+            deque(data.moments(dense=True), maxlen=0)
         unseen = (self.curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
         self.counts, self.alone = _choose(ranks, self.curves, scores, limit - account.fixed, unseen)
         _warn_about([site for site in self.sites if site.name in data.unreached], UNREACHED)
