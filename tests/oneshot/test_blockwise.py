@@ -228,6 +228,19 @@ def test_a_model_is_compressed_and_refined_to_the_exact_size() -> None:
     assert losses[80] < losses[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_of_any_precision_is_refined_and_keeps_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, errors = Stack().to(dtype), {}
+    for steps in (0, 80):
+        settings: Any = {"refinement": Refinement(steps=steps, learning_rate=1e-2), "target": "cpu"}
+        small = rw.compress(model, rw.Budget(removed=0.4), texts(), **settings)
+        assert {tensor.dtype for tensor in small.state_dict().values()} == {dtype}
+        others = torch.cat(texts(20)[9:])
+        errors[steps] = (small(others).float() - model(others).float()).square().mean()
+    assert errors[80] < errors[0]
+
+
 def test_a_model_that_requires_no_gradients_is_refined_all_the_same() -> None:
     settings: Any = {"refinement": Refinement(steps=5, learning_rate=1e-2), "target": "cpu"}
     torch.manual_seed(0)

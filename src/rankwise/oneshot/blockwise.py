@@ -179,7 +179,7 @@ def refine(
 
     Returns the relative error before and after, on batches that it was not trained on. A block that became worse on
     those is put back. Parameters that require no gradient stay as they are, unless none requires one. The parameters
-    are trained in float32, on a GPU with products in bfloat16.
+    are trained in float32 at least, on a GPU and in a model of half precision with products in bfloat16.
     """
     held_out = list(range(0, len(calls), HELD_OUT)) if len(calls) > 1 else [0]
     train = [i for i in range(len(calls)) if i not in held_out] or held_out
@@ -188,7 +188,8 @@ def refine(
     scale = sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
     def error(i: int) -> Tensor:
-        with torch.autocast(inputs[i].device.type, torch.bfloat16, enabled=inputs[i].is_cuda):
+        is_mixed = inputs[i].is_cuda or inputs[i].element_size() == 2
+        with torch.autocast(inputs[i].device.type, torch.bfloat16, enabled=is_mixed):
             given = calls[i](block, inputs[i])
         return _weighted_square(given.float() - targets[i].float(), metric_DD) / scale
 
@@ -204,7 +205,7 @@ def refine(
     old = [p.detach().clone() for p in parameters]
     dtypes = [p.dtype for p in parameters]
     for parameter in parameters:
-        parameter.data = parameter.data.float()
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     fused = all(p.is_cuda for p in parameters)
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=fused)
     generator = torch.Generator().manual_seed(settings.seed)
