@@ -597,6 +597,19 @@ def test_one_batch_in_place_of_several_is_refused(given: Any) -> None:
             use(budget=rw.Budget(removed=0.5), calibration=given)
 
 
+def test_what_is_compressed_in_inference_mode_can_be_trained() -> None:
+    model, batches = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(4, 8)]
+    want = rw.compress(model, rw.Budget(removed=0.5), batches)
+    with torch.inference_mode():
+        small = rw.compress(model, rw.Budget(removed=0.5), batches)
+        made_in_it = nn.Linear(8, 8)
+    torch.testing.assert_close(small.state_dict(), want.state_dict(), rtol=0, atol=0)
+    small(batches[0]).sum().backward()
+    assert all(parameter.grad is not None for parameter in small.parameters())
+    with pytest.raises(rw.RankwiseError, match="outside of `torch.inference_mode`.* but weight, bias were made"):
+        rw.compress(made_in_it, rw.Budget(removed=0.5), batches)
+
+
 def test_calibration_without_a_batch_is_refused() -> None:
     with pytest.raises(rw.DataError, match="`calibration` must hold at least one batch, but is empty"):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), [])

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.calibrate import has_room
+from rankwise.core.optimizer_checks import check_mode
 from rankwise.core.placement import offload_of
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights
 from rankwise.core.sampled import loss_of_choices, sampled_loss
@@ -61,6 +63,8 @@ ON_DISK = (
 )
 
 
+# what is made in inference mode could not be trained
+@torch.inference_mode(False)
 def compress(
     model: nn.Module,
     budget: Budget,
@@ -162,6 +166,8 @@ def _check(
     of_data: Mapping[str, Any],
 ) -> None:
     check_arguments(model, budget, calibration, rank_multiple, seed=0)
+    if calibration is not None:
+        check_mode(model)
     if ranks not in RANKS:
         raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
     # "sampled" is the default, with or without data
