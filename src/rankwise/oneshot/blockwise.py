@@ -179,7 +179,7 @@ def refine(
 
     Returns the relative error before and after, on batches that it was not trained on. A block that became worse on
     those is put back. Parameters that require no gradient stay as they are, unless none requires one. The parameters
-    are trained in float32 at least, on a GPU and in a model of half precision with products in bfloat16.
+    are trained in float32 at least, with products in half precision in a model of such and on a GPU.
     """
     held_out = list(range(0, len(calls), HELD_OUT)) if len(calls) > 1 else [0]
     train = [i for i in range(len(calls)) if i not in held_out] or held_out
@@ -188,9 +188,11 @@ def refine(
     scale = sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
     def error(i: int) -> Tensor:
-        is_mixed = inputs[i].is_cuda or inputs[i].element_size() == 2
-        with torch.autocast(inputs[i].device.type, torch.bfloat16, enabled=is_mixed):
-            given = calls[i](block, inputs[i])
+        x_BTD, is_half = inputs[i], inputs[i].element_size() == 2
+        # norms on a CPU do not take both kinds of half precision at once
+        kind = x_BTD.dtype if is_half and not x_BTD.is_cuda else torch.bfloat16
+        with torch.autocast(x_BTD.device.type, kind, enabled=is_half or x_BTD.is_cuda):
+            given = calls[i](block, x_BTD)
         return _weighted_square(given.float() - targets[i].float(), metric_DD) / scale
 
     def measured() -> float:
