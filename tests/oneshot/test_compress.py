@@ -442,6 +442,15 @@ def test_what_no_batch_of_the_loss_reaches_is_named() -> None:
         rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy, loss_batches=batches[:1])
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_batches_of_the_loss_alone_reach_is_named_and_left_alone(ranks: Ranks) -> None:
+    model, batches = Experts(3), [chosen(0), chosen(1), chosen(2)]
+    settings: Any = {"loss": cross_entropy, "loss_batches": batches, "ranks": ranks}
+    with pytest.warns(UserWarning, match=r"but these are not: experts\.2\."):
+        small = rw.compress(model, rw.Budget(removed=0.3), batches[:2], **settings)
+    assert torch.equal(small.experts[2].weight, model.experts[2].weight)
+
+
 def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a group per matrix, each is whitened by data that went through the compressed model before it."""
     monkeypatch.setattr(calibration, "SHARE", 0.0)
