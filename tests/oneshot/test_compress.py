@@ -604,6 +604,8 @@ def test_one_batch_in_place_of_several_is_refused(given: Any) -> None:
     for use in (partial(rw.compress, model), partial(rw.Pruner, model, anneal_steps=100, init="whitened")):
         with pytest.raises(TypeError, match="`calibration` must be several batches .*, but is a (dict|str) instead"):
             use(budget=rw.Budget(removed=0.5), calibration=given)
+    with pytest.raises(TypeError, match="`loss_batches` must be several batches .*, but is a (dict|str) instead"):
+        rw.compress(model, rw.Budget(removed=0.5), [torch.randn(2, 4)], loss_batches=given)
 
 
 def test_what_is_compressed_in_inference_mode_can_be_trained() -> None:

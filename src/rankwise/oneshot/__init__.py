@@ -31,7 +31,7 @@ from rankwise.oneshot.data import CalibrationData, Progress, Smoothing
 from rankwise.oneshot.narrow import WidthSvd, narrow_all, oneshot_method
 from rankwise.oneshot.ranks import RANKS, Ranks, Shrink
 from rankwise.oneshot.streamed import StreamedData
-from rankwise.sizes import check_arguments, check_loss, plan_for_method, size_account
+from rankwise.sizes import check_arguments, check_batches, check_loss, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import copied
 
@@ -117,6 +117,7 @@ def compress(
         refined: keeps blocks that were refined, so that a call that was stopped can go on.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
+    check_batches("loss_batches", loss_batches)
     of_data = {"anchor": anchor, "smoothing": smoothing, "refinement": refinement}
     _check(model, budget, calibration, rank_multiple, loss, ranks, of_data)
     batches = None if calibration is None else list(calibration)
