@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -109,6 +109,7 @@ def check_arguments(
                 f"{type(module).__name__}. Pass the model inside, and wrap it afterwards."
             )
     check_shards(model)
+    check_batches("calibration", calibration)
     if not isinstance(budget, Budget):
         raise InvalidTypeError(f"`budget` must be a Budget, but is {budget!r} instead. Example: Budget(removed=0.8).")
     if (calibration is not None or budget.latency_ms is not None) and mesh_of(model.parameters()) is not None:
@@ -117,6 +118,15 @@ def check_arguments(
     for name, value, least in (("rank_multiple", rank_multiple, 1), ("max_rank", max_rank, 1), ("seed", seed, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise InvalidValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
+
+
+def check_batches(name: str, batches: Iterable[Any] | None) -> None:
+    """Raise if the argument `name` is one batch, or a path."""
+    if isinstance(batches, Mapping | str):
+        raise InvalidTypeError(
+            f"`{name}` must be several batches of input for the model, such as a list of them, but is a "
+            f"{type(batches).__name__} instead. Pass [batch]."
+        )
 
 
 def warn_about_plan(model: nn.Module, plan: Plan, account: SizeAccount, budget: Budget, limit: int) -> None:

@@ -121,6 +121,20 @@ def test_a_dropped_run_resumes_from_its_state_dict() -> None:
     assert_same(other.compact(), pruner.compact())
 
 
+def test_an_optimizer_whose_state_was_loaded_is_needed_before_its_first_step_too() -> None:
+    model, pruner = start()
+    optimizer = OPTIMIZERS["adamw"](pruner.weight_parameters())
+    train(model, pruner, optimizer, range(RAMP + 1))
+    again, other = start()
+    again.load_state_dict(model.state_dict())
+    resumed = OPTIMIZERS["adamw"](other.weight_parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(rw.RankwiseError, match=r"needs all optimizers .* was not passed \(AdamW\)"):
+        other.drop_closed()
+    assert other.drop_closed(resumed) > 0
+    train(again, other, resumed, range(RAMP + 1, STEPS))
+
+
 @pytest.mark.parametrize("method", ["flop-l0", "flop-agp"])
 def test_a_checkpoint_from_before_is_taken_back_by_a_dropped_model(method: str) -> None:
     model, pruner = start(method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,21 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(DataError, match=r'a list of \{"role": ..., "content": ...\}, but line 3 is') as refused:
         windows(path, 2)
     assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_line_of_a_long_file_is_named_in_little_memory(tmp_path: Path) -> None:
+    path, good = tmp_path / "a.jsonl", b'{"text": "w1 w2 w3 w4"}\n' * 60_000
+    content = good + b"wrong\n" * (len(good) // 10)
+    path.write_bytes(content)
+    # the last of four places is behind what is good
+    number = content[: 3 * len(content) // 4].count(b"\n") + 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=f"but line {number} is 'wrong'"):
+            windows(path, 4, number=4)
+        assert tracemalloc.get_traced_memory()[1] < len(content) / 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_of_a_long_file_only_places_are_read(tmp_path: Path) -> None:

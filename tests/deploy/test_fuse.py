@@ -135,6 +135,24 @@ def test_shared_and_observed_layers_stay_as_they_are() -> None:
     torch.testing.assert_close(model(x), want)
 
 
+class ByName(nn.Module):
+    """Layers that are called with their input by its name: each time, or once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(input=x) + self.b(x) + self.c(input=self.c(x)) + self.d(x)
+
+
+def test_layers_that_are_called_by_name_stay_as_they_are() -> None:
+    model, x = ByName(), torch.randn(2, 4)
+    want = model(x)
+    assert outputs_of_groups(fuse_layers(model, x)) == [[4, 4]]
+    torch.testing.assert_close(model(x), want)
+
+
 def test_a_fused_model_is_not_saved(tmp_path) -> None:
     fused = fuse_layers(rw.compress(decoder(), rw.Budget(removed=0.5)))
     assert fuse_layers(fused) is fused

@@ -646,6 +646,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert sorted(path.name for path in place.iterdir()) == before
 
 
+@pytest.mark.parametrize("refine, message", [(-1, "`steps` must be a whole number"), (3, "needs a calibration, but")])
+def test_steps_that_cannot_be_taken_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, refine: int, message: str
+) -> None:
+    with pytest.raises(rw.RankwiseError, match=message):
+        compress_folder(PretrainedModel("unread"), rw.Budget(removed=0.3), tmp_path / "small", refine=refine)
+
+
 def test_a_compact_model_reads_as_much_as_the_dense_one() -> None:
     dense = build("mpnet")
     small = compact("mpnet")

@@ -19,8 +19,18 @@ from torch.utils._pytree import tree_leaves
 import rankwise as rw
 from rankwise.core import calibrate
 from rankwise.core.blocks import find_blocks
-from rankwise.core.placement import Offload, _shares, answering, block_names, offload_of, spread, tensors_of
+from rankwise.core.placement import (
+    Offload,
+    _shares,
+    answering,
+    block_names,
+    num_bytes,
+    offload_of,
+    spread,
+    tensors_of,
+)
 from rankwise.deploy.compress import compress_folder
+from rankwise.deploy.compressed import times_in_turns
 from rankwise.deploy.devices import Placer
 from rankwise.deploy.inputs import Calibration
 from rankwise.errors import RankwiseError
@@ -279,6 +289,33 @@ def test_blocks_on_two_gpus_give_what_one_device_gives(place: Path, two_gpus: li
             rw.compress(each, rw.Budget(removed=0.3), data, in_place=True, target="cpu", ranks="even")
     found = model(**given[0]).logits.cpu()
     torch.testing.assert_close(found, alone(**batches()[0]).logits, rtol=1e-2, atol=1e-3)
+
+
+class Mixed(nn.Module):
+    """Blocks in single precision behind an embedding in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4, dtype=torch.bfloat16)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_on_several_devices_weights_keep_their_precision_unless_another_is_asked_for(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    placer = Placer(Mixed, "cpu,cpu", "none", dtype, tmp_path / "unused", low_rank=False, say=Notes().say)
+    found = [parameter.dtype for parameter in placer().parameters()]
+    assert found == ([dtype] * 5 if dtype else [parameter.dtype for parameter in Mixed().parameters()])
+
+
+def test_times_of_a_model_that_is_read_from_disk_are_not_those_of_the_dense_one(place: Path, tmp_path: Path) -> None:
+    """With the small model beside it, the dense one may no longer fit on the device where it was before."""
+    dense, small = (load_model(str(place / "llama")) for _ in range(2))
+    assert times_in_turns(lambda: dense, small, 12, num_bytes(dense))
+    offload = Offload(dense, CPU, tmp_path)
+    assert not times_in_turns(lambda: dense, small, 12, num_bytes(dense))
+    offload.close()
 
 
 def test_an_offloaded_model_is_no_longer_one_when_it_is_closed(place: Path, tmp_path: Path) -> None:

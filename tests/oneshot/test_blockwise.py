@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from rankwise.adapters.plans import find_plan
 from rankwise.core.blocks import Call, find_blocks, output_gradients, record_calls
 from rankwise.core.factorize import Moments, anchored, svd
 from rankwise.oneshot.blockwise import Blocks, Refinement, refine
+from tests.hf.hf_families import build as family
 
 
 class Block(nn.Module):
@@ -228,6 +231,22 @@ def test_a_model_is_compressed_and_refined_to_the_exact_size() -> None:
     assert losses[80] < losses[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("build", [Stack, partial(family, "gpt2")], ids=["stack", "gpt2"])
+def test_a_model_of_any_precision_is_refined_and_keeps_it(build: Callable[[], Any], dtype: torch.dtype) -> None:
+    """GPT-2 has a layer norm behind a sum within a block."""
+    torch.manual_seed(0)
+    model, errors = build().to(dtype), {}
+    for steps in (0, 80):
+        settings: Any = {"refinement": Refinement(steps=steps, learning_rate=1e-2), "target": "cpu"}
+        small = rw.compress(model, rw.Budget(removed=0.4), texts(), **settings)
+        assert {tensor.dtype for tensor in small.state_dict().values()} == {dtype}
+        found, wanted = (each(torch.cat(texts(20)[9:])) for each in (small, model))
+        found, wanted = (getattr(each, "logits", each).float() for each in (found, wanted))
+        errors[steps] = (found - wanted).square().mean()
+    assert errors[80] < errors[0]
+
+
 def test_a_model_that_requires_no_gradients_is_refined_all_the_same() -> None:
     settings: Any = {"refinement": Refinement(steps=5, learning_rate=1e-2), "target": "cpu"}
     torch.manual_seed(0)
@@ -274,9 +293,10 @@ def test_work_that_was_stopped_goes_on_to_the_same_model() -> None:
     assert done == [11, 12, 13, 14, 15]
 
 
-def test_a_model_without_blocks_is_not_refined_in_silence() -> None:
-    with pytest.raises(rw.RankwiseError, match="`refinement` needs calibration data and a model of blocks"):
-        rw.compress(nn.Linear(8, 8), rw.Budget(removed=0.5), [torch.randn(4, 8)], refinement=Refinement(steps=2))
+@pytest.mark.parametrize("asked", [{"refinement": Refinement(steps=2)}, {"anchor": True}])
+def test_a_model_without_blocks_is_not_refined_or_anchored_in_silence(asked: dict[str, Any]) -> None:
+    with pytest.raises(rw.RankwiseError, match="`refinement` and `anchor` need a model of blocks"):
+        rw.compress(nn.Linear(8, 8), rw.Budget(removed=0.5), [torch.randn(4, 8)], **asked)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +304,7 @@ def test_a_model_without_blocks_is_not_refined_in_silence() -> None:
     [
         ({"steps": -1}, "`steps` must be a whole number of at least 0, but is -1"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive, but is 0.0"),
+        ({"floor": 0.0}, "`floor` must be positive, but is 0.0"),
     ],
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:

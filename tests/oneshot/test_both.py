@@ -13,10 +13,11 @@ import transformers as hf
 
 import rankwise as rw
 from rankwise.cli.app import run
-from rankwise.modules import LowRankLinear
+from rankwise.modules import LowRankLinear, PivotLinear
 from rankwise.oneshot import RANKS, Refinement
 from rankwise.oneshot.both import KEPT_BACK, SHARES, NeuronsThenRanks, divergence
 from tests.hf.test_widths import build, tokens
+from tests.oneshot.test_blockwise import Kept
 
 # models this small lose layers as a whole
 pytestmark = pytest.mark.filterwarnings("ignore:These layers are left as they are")
@@ -83,7 +84,8 @@ def test_what_decides_between_shares_is_in_no_batch_of_the_loss() -> None:
 
     plan = rw.find_plan(model)
     shared = {"loss": loss, "progress": None}
-    NeuronsThenRanks(rw.compress, plan, limit, shared, {}).best_share(model, BATCHES, halves)
+    low_rank = {"budget": rw.Budget(params=limit)}
+    NeuronsThenRanks(rw.compress, plan, limit, shared, low_rank).best_share(model, BATCHES, halves)
     assert lengths == {4}
 
 
@@ -115,6 +117,31 @@ def test_the_model_itself_is_changed_where_that_is_asked_for() -> None:
     limit = limit_of(model, 0.3)
     assert rw.compress(model, rw.Budget(params=limit), BATCHES, method=BOTH, in_place=True) is model
     assert rw.count(model) <= limit
+
+
+def test_blocks_that_were_refined_before_are_taken_as_they_are() -> None:
+    model, kept, trained = build(), Kept(stops_after=len(BATCHES)), []
+    settings: dict[str, Any] = {"method": BOTH, "width_share": 0.5, "refinement": Refinement(steps=2), "refined": kept}
+    settings["progress"] = lambda what, done, total: trained.append(done) if what == "refining" else None
+    want = rw.compress(model, rw.Budget(removed=0.3), BATCHES, **settings)
+    assert list(kept.states) == list(range(len(model.model.layers)))
+    trained.clear()
+    found = rw.compress(model, rw.Budget(removed=0.3), BATCHES, **settings)
+    assert not trained
+    torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["svd", BOTH])
+def test_pivots_that_half_precision_would_hurt_become_pairs(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    saved = {"dtype": torch.bfloat16, "megabytes": 2 * limit_of(model, 0.3) / 10**6}
+    settings: dict[str, Any] = {"method": method, "layout": "pivot", "width_share": 0.5 if method == BOTH else None}
+    # nothing is good enough
+    monkeypatch.setattr("rankwise.core.matrices.ROUNDING", 0.0)
+    small = rw.compress(model, rw.Budget(**saved), BATCHES, **settings)
+    assert any(isinstance(module, LowRankLinear) for module in small.modules())
+    assert not any(isinstance(module, PivotLinear) for module in small.modules())
+    assert sum(tensor.nbytes for tensor in small.state_dict().values()) <= saved["megabytes"] * 10**6
 
 
 def test_layers_outside_of_the_plan_stay_as_they_are() -> None:
@@ -170,6 +197,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a share of nothing": ({"method": "svd", "width_share": 0.5}, 'goes with method="width\\+svd"'),
     "steps for width": ({"method": "width", "refinement": Refinement(steps=2)}, r"so are `refinement` \(--refine\)"),
     "an anchor for width": ({"method": "width", "anchor": True}, "settings of low rank, and so are .* `anchor`"),
+    "steps without data": (
+        {"width_share": 0.5, "calibration": None, "refinement": Refinement(steps=2)},
+        "`refinement` must go with `calibration`, but there is none",
+    ),
     "a latency": ({"budget": rw.Budget(latency_ms=5.0)}, "must be a size for width"),
     "an unknown method": ({"method": "svd+width"}, 'one of "svd", "width", "width\\+svd", but is \'svd\\+width\''),
 }

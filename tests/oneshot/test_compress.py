@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from rankwise.core.allocation import uniform_allocation
 from rankwise.core.calibrate import count_calls, output_fisher, second_moments
 from rankwise.core.factorize import Moments
 from rankwise.modules import PivotLinear
-from rankwise.oneshot import RANKS, Ranks, Smoothing, default_plan, sampled_loss
+from rankwise.oneshot import RANKS, Ranks, Refinement, Smoothing, default_plan, sampled_loss
 from rankwise.oneshot import data as calibration
 from tests.models import Spec, batch, specs
 
@@ -441,6 +442,15 @@ def test_what_no_batch_of_the_loss_reaches_is_named() -> None:
         rw.compress(model, rw.Budget(removed=0.3), batches, loss=cross_entropy, loss_batches=batches[:1])
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_batches_of_the_loss_alone_reach_is_named_and_left_alone(ranks: Ranks) -> None:
+    model, batches = Experts(3), [chosen(0), chosen(1), chosen(2)]
+    settings: Any = {"loss": cross_entropy, "loss_batches": batches, "ranks": ranks}
+    with pytest.warns(UserWarning, match=r"but these are not: experts\.2\."):
+        small = rw.compress(model, rw.Budget(removed=0.3), batches[:2], **settings)
+    assert torch.equal(small.experts[2].weight, model.experts[2].weight)
+
+
 def test_later_matrices_see_what_became_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a group per matrix, each is whitened by data that went through the compressed model before it."""
     monkeypatch.setattr(calibration, "SHARE", 0.0)
@@ -572,6 +582,43 @@ def test_answers_that_no_loss_can_be_drawn_from_are_refused_with_the_way_out() -
 def test_a_loss_without_data_is_refused() -> None:
     with pytest.raises(rw.RankwiseError, match="`loss` must go with `calibration`, but there is none"):
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), loss=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"anchor": True}, {"smoothing": Smoothing(inputs=0.1)}, {"refinement": Refinement(steps=2)}]
+)
+def test_what_data_are_needed_for_is_refused_without_them(asked: dict[str, Any]) -> None:
+    with pytest.raises(rw.PlanError, match=f"`{next(iter(asked))}` must go with `calibration`, but there is none"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), **asked)
+
+
+@pytest.mark.parametrize("asked", [{"smoothing": 0.1}, {"refinement": 3}])
+def test_numbers_in_place_of_settings_are_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"must be a `rankwise.oneshot.(Smoothing|Refinement)`, but is (0.1|3) instead"):
+        rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), [torch.randn(2, 4)], **asked)
+
+
+@pytest.mark.parametrize("given", [{"input": torch.randn(2, 4)}, "text.txt"])
+def test_one_batch_in_place_of_several_is_refused(given: Any) -> None:
+    model = nn.Linear(4, 4)
+    for use in (partial(rw.compress, model), partial(rw.Pruner, model, anneal_steps=100, init="whitened")):
+        with pytest.raises(TypeError, match="`calibration` must be several batches .*, but is a (dict|str) instead"):
+            use(budget=rw.Budget(removed=0.5), calibration=given)
+    with pytest.raises(TypeError, match="`loss_batches` must be several batches .*, but is a (dict|str) instead"):
+        rw.compress(model, rw.Budget(removed=0.5), [torch.randn(2, 4)], loss_batches=given)
+
+
+def test_what_is_compressed_in_inference_mode_can_be_trained() -> None:
+    model, batches = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(4, 8)]
+    want = rw.compress(model, rw.Budget(removed=0.5), batches)
+    with torch.inference_mode():
+        small = rw.compress(model, rw.Budget(removed=0.5), batches)
+        made_in_it = nn.Linear(8, 8)
+    torch.testing.assert_close(small.state_dict(), want.state_dict(), rtol=0, atol=0)
+    small(batches[0]).sum().backward()
+    assert all(parameter.grad is not None for parameter in small.parameters())
+    with pytest.raises(rw.RankwiseError, match="outside of `torch.inference_mode`.* but weight, bias were made"):
+        rw.compress(made_in_it, rw.Budget(removed=0.5), batches)
 
 
 def test_calibration_without_a_batch_is_refused() -> None:

@@ -126,13 +126,15 @@ def check_mode(model: nn.Module | None = None) -> None:
 
 
 def other_optimizers(weights: Iterable[nn.Parameter], known: Sequence[Any]) -> list[Optimizer]:
-    """The optimizers that have taken steps with some of these weights, without those whose state `known` ones share."""
+    """The optimizers with a state of some of these weights, without those whose state `known` ones share."""
     wanted = {id(weight) for weight in weights}
 
     def find() -> list[Optimizer]:
+        # a search of memory, because one whose state was loaded may have taken no step yet
+        found = [(each, getattr(each, "state", {})) for each in gc.get_objects() if issubclass(type(each), Optimizer)]
         # a wrapper, as of Accelerate, has the state of the optimizer inside
-        others = (each for each in _LAST_STEPS if all(each.state is not one.state for one in known))
-        return [each for each in others if any(id(weight) in wanted for weight in each.state)]
+        others = ((each, state) for each, state in found if all(state is not one.state for one in known))
+        return [each for each, state in others if any(id(weight) in wanted for weight in state)]
 
     # one that is no longer referenced may still wait for the garbage collector
     return find() if find() and gc.collect() >= 0 else []

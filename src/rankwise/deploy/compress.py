@@ -175,10 +175,13 @@ def compress_folder(
     """
     folder, listener = Path(out).resolve(), listener or Listener()
     source.check_target(folder, overwrite)
+    asked = None if refine is None else Refinement(steps=refine)
     return_large_blocks()
     prepare = None if calibration is None else source.read(calibration)
     low_rank, scratch = method == "svd" and calibration is not None, folder.with_name(f".{folder.name}.offload")
     with closing(Placer(source.load, device, offload, dtype, scratch, low_rank, listener.say)) as load:
+        if refine and calibration is None:
+            raise DataError("`refine` (--refine) needs a calibration, but there is none. Name a text, or leave it out.")
         model = load()
         plan, where = default_plan(model, embeddings=embeddings, exclude=exclude), find_target(target, model)
         only = layout is not None or bool(embeddings) or bool(refine)
@@ -187,7 +190,7 @@ def compress_folder(
         attempts.settings["width_share"] = width_share
         del model
         best = attempts.with_ranks(list(RANKS) if ranks == "auto" else [ranks])
-        refinement = Refinement(steps=attempts.default_steps if refine is None else refine)
+        refinement = asked or Refinement(steps=attempts.default_steps)
         texts = () if calibration is None else calibration.files
         settings = {"model": source.name, "budget": budget, "plan": plan.sites, "target": where.name, "dtype": dtype}
         settings |= {"calibration": calibration, "refinement": refinement, "device": attempts.device}

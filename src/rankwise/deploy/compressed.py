@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rankwise.core.budget import Budget, SizeAccount, SizeReport
-from rankwise.core.placement import device_of
+from rankwise.core.placement import device_of, offload_of
 from rankwise.core.plan import Plan, Site, get_module
 from rankwise.deploy.devices import ROOM, free_memory
 from rankwise.deploy.inputs import Quality, example_inputs, positions_of
@@ -155,7 +155,8 @@ def times_in_turns(
         dense = load()
     except (RankwiseError, OSError, RuntimeError):
         return {}
-    times = _milliseconds([dense, small], length) if device_of(dense) == device else {}
+    is_beside = device_of(dense) == device and offload_of(dense) is None
+    times = _milliseconds([dense, small], length) if is_beside else {}
     return {number: (one, other) for number, (one, other) in times.items()}
 
 

@@ -91,9 +91,8 @@ class Placer:
         model = self.load()
         if "," in self.device:
             devices = [find_device(name, model) for name in self.device.split(",")]
-            places = [
-                str(place) for place in spread(model.to(dtype=self.dtype or next(model.parameters()).dtype), devices)
-            ]
+            model = model if self.dtype is None else model.to(self.dtype)
+            places = [str(place) for place in spread(model, devices)]
             numbers = ", ".join(f"{places.count(name)} on {name}" for name in dict.fromkeys(places))
             self._tell(f"Blocks by device: {numbers}.")
         elif (card := self._card(model)) is not None:

@@ -214,4 +214,4 @@ class _Reader:
     def _number(self) -> int:
         """The number of the line that was just read."""
         with self.path.open("rb") as again:
-            return again.read(self.first).count(b"\n") + 1
+            return next(number for number, _ in enumerate(again, 1) if again.tell() > self.first)

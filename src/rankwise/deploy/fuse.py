@@ -141,11 +141,13 @@ def check_not_fused(model: nn.Module) -> None:
 
 def _groups(model: nn.Module, example: Any) -> list[list[Layer]]:
     """Layers that read the same tensor, in the order in which they are called: dense and low-rank ones apart."""
-    calls: list[tuple[Layer, Tensor, int | None]] = []
+    calls: list[tuple[Layer, Tensor | None, int | None]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # none if it is given by name
+        x = args[0] if args else None
         # the tensor is kept, so that no other one gets its id; between two calls it may be changed in place
-        calls.append((module, args[0], _version(args[0])))  # type: ignore[arg-type]
+        calls.append((module, x, None if x is None else _version(x)))  # type: ignore[arg-type]
 
     layers = list(_fusible(model))
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
@@ -161,7 +163,7 @@ def _groups(model: nn.Module, example: Any) -> list[list[Layer]]:
     times = Counter(layer for layer, _, _ in calls)
     groups: dict[tuple[object, ...], list[Layer]] = {}
     for layer, x, version in calls:
-        if times[layer] == 1:
+        if times[layer] == 1 and x is not None:
             weight = next(layer.parameters())
             key = (id(x), version, isinstance(layer, LowRankLinear), weight.dtype, weight.device)
             groups.setdefault(key, []).append(layer)

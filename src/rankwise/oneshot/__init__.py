@@ -6,20 +6,22 @@ the model once for every few matrices, whose moments are all that is held beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
 from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.calibrate import has_room
+from rankwise.core.optimizer_checks import check_mode
 from rankwise.core.placement import offload_of
 from rankwise.core.plan import LeftOut, Plan, check_not_empty, check_weights
 from rankwise.core.sampled import loss_of_choices, sampled_loss
 from rankwise.core.targets import Target, find_target
-from rankwise.errors import InvalidValueError, RankwiseError
+from rankwise.errors import InvalidTypeError, InvalidValueError, PlanError, RankwiseError
 from rankwise.latency import size_for
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
@@ -29,7 +31,7 @@ from rankwise.oneshot.data import CalibrationData, Progress, Smoothing
 from rankwise.oneshot.narrow import WidthSvd, narrow_all, oneshot_method
 from rankwise.oneshot.ranks import RANKS, Ranks, Shrink
 from rankwise.oneshot.streamed import StreamedData
-from rankwise.sizes import check_arguments, check_loss, plan_for_method, size_account
+from rankwise.sizes import check_arguments, check_batches, check_loss, plan_for_method, size_account
 from rankwise.split import split
 from rankwise.swap import copied
 
@@ -51,8 +53,8 @@ LARGE = 0.1
 EMBEDDING = "an embedding, which embeddings=True (--embeddings yes) compresses"
 """Why `default_plan` leaves out a site."""
 NO_BLOCKS = (
-    "`refinement` needs calibration data and a model of blocks, layers in an `nn.ModuleList` of which each is called "
-    "once with the output of the one before, but there are none here. Leave it out."
+    "`refinement` and `anchor` need a model of blocks, layers in an `nn.ModuleList` of which each is called once with "
+    "the output of the one before, but there are none here. Leave them out."
 )
 
 ON_DISK = (
@@ -61,6 +63,8 @@ ON_DISK = (
 )
 
 
+# what is made in inference mode could not be trained
+@torch.inference_mode(False)
 def compress(
     model: nn.Module,
     budget: Budget,
@@ -113,8 +117,10 @@ def compress(
         refined: keeps blocks that were refined, so that a call that was stopped can go on.
         progress: called with what is being done, how many batches or matrices are done, and of how many.
     """
+    check_batches("loss_batches", loss_batches)
+    of_data = {"anchor": anchor, "smoothing": smoothing, "refinement": refinement}
+    _check(model, budget, calibration, rank_multiple, loss, ranks, of_data)
     batches = None if calibration is None else list(calibration)
-    _check(model, budget, batches, rank_multiple, loss, ranks)
     if offload_of(model) is not None and (method != "svd" or not batches or not in_place):
         raise RankwiseError(ON_DISK)
     example = batches[0] if example is None and batches else example
@@ -128,13 +134,16 @@ def compress(
     if isinstance(how, WidthSvd):
         shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
         shared["smoothing"] = smoothing
-        low_rank = {"layout": how.layout, "rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
+        # with a dtype, so that none of its pivots suffers in half precision
+        low_rank: dict[str, Any] = {"budget": budget if budget.dtype else Budget(params=limit), "layout": how.layout}
+        low_rank |= {"rank_multiple": rank_multiple, "anchor": anchor, "refinement": refinement}
         both = NeuronsThenRanks(compress, plan, limit, shared, low_rank)
         share = both.best_share(model, batches, given) if width_share is None else width_share
-        model = both(model if in_place else copied(model), share, calibration=batches, loss_batches=given)
+        data_of_both = {"calibration": batches, "loss_batches": given, "refined": refined}
+        model = both(model if in_place else copied(model), share, **data_of_both)
     else:
         model = model if in_place else copied(model)
-        data = _data(model, plan, batches, progress, how, refined=refinement.steps > 0)
+        data = _data(model, plan, batches, progress, how, refined=refinement.steps > 0, anchored=anchor)
         data.smoothing = smoothing or data.smoothing
         if loss is not None and batches:
             data.weigh(loss, given)
@@ -149,13 +158,30 @@ def compress(
 
 
 def _check(
-    model: nn.Module, budget: Budget, batches: Sequence[Any] | None, rank_multiple: int | None, loss: object, ranks: str
+    model: nn.Module,
+    budget: Budget,
+    calibration: Iterable[Any] | None,
+    rank_multiple: int | None,
+    loss: object,
+    ranks: str,
+    of_data: Mapping[str, Any],
 ) -> None:
-    check_arguments(model, budget, batches, rank_multiple, seed=0)
+    check_arguments(model, budget, calibration, rank_multiple, seed=0)
+    if calibration is not None:
+        check_mode(model)
     if ranks not in RANKS:
         raise InvalidValueError(f'`ranks` must be "global", "even" or "blend", but is {ranks!r} instead.')
     # "sampled" is the default, with or without data
-    check_loss(loss, loss == "sampled" or batches is not None)
+    check_loss(loss, loss == "sampled" or calibration is not None)
+    for kind in (Smoothing, Refinement):
+        name = kind.__name__.lower()
+        if not isinstance(of_data[name], kind | None):
+            raise InvalidTypeError(
+                f"`{name}` must be a `rankwise.oneshot.{kind.__name__}`, but is {of_data[name]!r} instead."
+            )
+    for name, asked in of_data.items():
+        if calibration is None and asked and asked != Refinement(steps=0):
+            raise PlanError(f"`{name}` must go with `calibration`, but there is none. Pass batches, or leave it out.")
 
 
 def _sizes(
@@ -191,6 +217,7 @@ def _data(
     how: Svd | Width,
     *,
     refined: bool,
+    anchored: bool,
 ) -> CalibrationData:
     """Calibration data, block by block where that is needed: for a model on disk, or a large one."""
     split(model, [use.name for site in plan.sites for use in site.uses])
@@ -202,7 +229,7 @@ def _data(
             if on_disk:
                 raise
     data = CalibrationData(model, plan, batches, progress, in_blocks=low_rank, refined=refined)
-    if refined and not data.blocks:
+    if (refined or anchored) and not data.blocks:
         raise RankwiseError(NO_BLOCKS)
     return data
 

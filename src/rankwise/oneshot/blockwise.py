@@ -44,8 +44,9 @@ class Refinement:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 0:
             raise InvalidValueError(f"`steps` must be a whole number of at least 0, but is {self.steps!r} instead.")
-        if not 0 < self.learning_rate < math.inf:
-            raise InvalidValueError(f"`learning_rate` must be positive, but is {self.learning_rate} instead.")
+        for name in ("learning_rate", "floor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidValueError(f"`{name}` must be positive, but is {getattr(self, name)} instead.")
 
 
 class RefinedBlocks(Protocol):
@@ -178,7 +179,7 @@ def refine(
 
     Returns the relative error before and after, on batches that it was not trained on. A block that became worse on
     those is put back. Parameters that require no gradient stay as they are, unless none requires one. The parameters
-    are trained in float32, on a GPU with products in bfloat16.
+    are trained in float32 at least, with products in half precision in a model of such and on a GPU.
     """
     held_out = list(range(0, len(calls), HELD_OUT)) if len(calls) > 1 else [0]
     train = [i for i in range(len(calls)) if i not in held_out] or held_out
@@ -187,8 +188,11 @@ def refine(
     scale = sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
     def error(i: int) -> Tensor:
-        with torch.autocast(inputs[i].device.type, torch.bfloat16, enabled=inputs[i].is_cuda):
-            given = calls[i](block, inputs[i])
+        x_BTD, is_half = inputs[i], inputs[i].element_size() == 2
+        # norms on a CPU do not take both kinds of half precision at once
+        kind = x_BTD.dtype if is_half and not x_BTD.is_cuda else torch.bfloat16
+        with torch.autocast(x_BTD.device.type, kind, enabled=is_half or x_BTD.is_cuda):
+            given = calls[i](block, x_BTD)
         return _weighted_square(given.float() - targets[i].float(), metric_DD) / scale
 
     def measured() -> float:
@@ -203,7 +207,7 @@ def refine(
     old = [p.detach().clone() for p in parameters]
     dtypes = [p.dtype for p in parameters]
     for parameter in parameters:
-        parameter.data = parameter.data.float()
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     fused = all(p.is_cuda for p in parameters)
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=fused)
     generator = torch.Generator().manual_seed(settings.seed)

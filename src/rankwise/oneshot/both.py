@@ -37,7 +37,7 @@ class NeuronsThenRanks:
         plan: the layers that are compressed.
         limit: parameters of the result, at most.
         shared: arguments of `compress` for both methods.
-        low_rank: arguments that only low rank has.
+        low_rank: the budget of low rank, and arguments that it alone has.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class NeuronsThenRanks:
             # with the shapes that layers have now
             sites = find_plan(model, include=".*").sites
             plan = self.plan.only([site for site in sites if self.names.issuperset(use.name for use in site.uses)], [])
-            self.compress(model, Budget(params=self.limit), method="svd", plan=plan, **self.low_rank, **settings)
+            self.compress(model, method="svd", plan=plan, **self.low_rank, **settings)
         return model
 
     def best_share(self, model: nn.Module, calibration: Sequence[Any] | None, loss_batches: Sequence[Any]) -> float:

@@ -54,9 +54,9 @@ class Shrink:
         scores: dict[str, Tensor] = {}
         if ranks != "even":
             scores = _scores(data, method, self.curves)
-        elif not data.weights:
-            # notes what no batch reaches
-            deque(data.moments(), maxlen=0)
+        elif not data.weights or not data.calls[0].keys() >= {use.name for site in self.sites for use in site.uses}:
+            # notes what no batch reaches; those of the loss may be others
+            deque(data.moments(dense=True), maxlen=0)
         unseen = (self.curves.keys() - data.weights.keys() if data.weights else set()) | data.unreached
         self.counts, self.alone = _choose(ranks, self.curves, scores, limit - account.fixed, unseen)
         _warn_about([site for site in self.sites if site.name in data.unreached], UNREACHED)
