@@ -282,6 +282,23 @@ def test_tests_that_passed_are_not_run_again_and_a_failure_is_told_at_once(tmp_p
     assert "3 deselected" in run("yes", 0)
 
 
+def test_a_test_that_kills_its_process_is_a_failure_and_all_others_run(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "test_toy.py").write_text(
+        "import os, time, pytest\n"
+        "@pytest.mark.parametrize('number', range(24))\n"
+        "def test_toy(number):\n    time.sleep(0.1)\n    assert number != 9 or os._exit(1)\n"
+    )
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = f"{sys.executable} -m pytest -n 2 -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} test_toy.py"
+    settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    found = gpu_tests.read(outcomes.read_text())
+    wanted = {f"test_toy.py::test_toy[{number}]": "failed" if number == 9 else "passed" for number in range(24)}
+    assert found == wanted
+
+
 def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     Record(file, "toy", {"size": 1, "record": file}).add({"name": "a", "value": 1})
