@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -92,7 +93,7 @@ class Running:
         words = shlex.split(command.format(**{key: shlex.quote(str(value)) for key, value in given.items()}))
         self.mark = f"{queue.work}:{name}:"
         # what is killed cannot remove its temporary files
-        self.scratch = Path(tempfile.mkdtemp(prefix="job-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=queue.prefix))
         environment = {
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "200",
@@ -145,8 +146,11 @@ class Queue:
             raise SystemExit(f"{self.work} must be of a dry run with --toy, and only then, but is not. Remove it.")
         self.jobs: dict[str, Any] = self.state["jobs"]
         self.packed: object = None
+        self.prefix = f"job-{hashlib.sha256(bytes(self.work)).hexdigest()[:12]}-"
         # of a queue that was killed
         kill(f"{self.work}:")
+        for scratch in Path(tempfile.gettempdir()).glob(f"{self.prefix}*"):
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def run(self, jobs: Mapping[str, Job], deadline: float, beside: Job | None = None) -> None:
         """Run what is not done, last what failed or took all of its time before; nothing runs after the deadline.

@@ -324,6 +324,20 @@ def test_temporary_files_of_a_job_that_is_killed_are_removed(tmp_path: Path) -> 
     assert not Path((queue.records / "said.txt").read_text()).exists()
 
 
+def test_temporary_files_of_a_queue_that_is_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    code = "import sys, tempfile, time; open(sys.argv[1], 'w').write(tempfile.mkdtemp()); time.sleep(600)"
+    said = tmp_path / "said"
+    queue = begun(job(code, said), tmp_path / "out", tmp_path / "work")
+    try:
+        wait_until(lambda: said.exists() and said.read_text() != "")
+    finally:
+        queue.kill()
+        queue.wait()
+    assert Path(said.read_text()).exists()
+    Queue(tmp_path / "out", tmp_path / "work")
+    assert not Path(said.read_text()).exists()
+
+
 def test_ctrl_c_reaches_a_job_before_it_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
