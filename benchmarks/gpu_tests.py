@@ -38,6 +38,8 @@ def pytest_configure(config: Any) -> None:
     if hasattr(config, "workerinput"):
         config.done = config.workerinput["done"]
         return
+    # one file that lacks a package here must not keep all others from being run
+    config.option.continue_on_collection_errors = True
     # of several processes, the one that hears of all tests
     file = config.getoption("outcomes")
     known = read(file.read_text(encoding="utf-8")) if file.exists() else {}

@@ -299,6 +299,18 @@ def test_a_test_that_kills_its_process_is_a_failure_and_all_others_run(tmp_path:
     assert found == wanted
 
 
+def test_a_file_of_tests_that_cannot_be_imported_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_package\n")
+    (tmp_path / "test_toy.py").write_text("def test_passes(): pass\n")
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = f"{sys.executable} -m pytest -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} {tmp_path}"
+    settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    for _ in range(2):
+        done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert done.returncode == 1 and "no_such_package" in done.stdout, done.stdout
+        assert gpu_tests.read(outcomes.read_text()) == {"test_toy.py::test_passes": "passed"}
+
+
 def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     Record(file, "toy", {"size": 1, "record": file}).add({"name": "a", "value": 1})
