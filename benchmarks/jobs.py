@@ -162,10 +162,10 @@ class Queue:
             for name in sorted(jobs, key=lambda name: self._comes_last(name) or self._comes_last(jobs[name].after)):
                 job = jobs[name]
                 left = deadline - GRACE - time.monotonic()
-                if self.ended(name) == WELL or left < job.least or (job.after and self.ended(job.after) != WELL):
+                if self.ended(name) == WELL or left < job.least:
                     continue
-                if not self.toy and job.needs and not (self.data and any(self.data.glob(job.needs))):
-                    print(f"\n== {name}: left out, because there is no {job.needs} in {self.data}", flush=True)
+                if lacks := self._lacks(job):
+                    print(f"\n== {name}: left out, because {lacks}", flush=True)
                     continue
                 if job.timed and other is not None:
                     other = self._end(other)
@@ -180,6 +180,13 @@ class Queue:
     def ended(self, name: str) -> str:
         """How a job ended."""
         return str(self.jobs.get(name, {}).get("ended", "not yet"))
+
+    def _lacks(self, job: Job) -> str:
+        """What a job goes by that is not there, if anything."""
+        if job.after and self.ended(job.after) != WELL:
+            return f"{job.after} has not ended well"
+        is_there = self.toy or not job.needs or (self.data and any(self.data.glob(job.needs)))
+        return "" if is_there else f"there is no {job.needs} in {self.data}"
 
     def _comes_last(self, name: str) -> bool:
         return self.ended(name).startswith(("with", "at"))

@@ -151,7 +151,9 @@ def test_what_hangs_is_tried_after_all_others_and_what_the_time_of_all_ended_in_
     assert (queue.records / "order.txt").read_text() == "hangs lasts lasts works hangs "
 
 
-def test_a_job_waits_until_the_one_that_it_goes_by_has_ended_well(tmp_path: Path) -> None:
+def test_a_job_waits_until_the_one_that_it_goes_by_has_ended_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     queue = Queue(tmp_path / "out", tmp_path / "work")
     note = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); sys.exit(int(sys.argv[3]))"
     order = "{records}/order.txt"
@@ -159,6 +161,7 @@ def test_a_job_waits_until_the_one_that_it_goes_by_has_ended_well(tmp_path: Path
         given = {"first": job(note, order, "first", code), "second": job(note, order, "second", 0, after="first")}
         queue.run(given, time.monotonic() + 60)
     assert (queue.records / "order.txt").read_text() == "first first second "
+    assert capsys.readouterr().out.count("second: left out, because first has not ended well") == 1
 
 
 def test_an_attempt_has_another_number_also_where_the_one_before_was_killed_with_the_queue(tmp_path: Path) -> None:
