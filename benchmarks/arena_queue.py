@@ -44,6 +44,7 @@ import arena
 import torch
 from arena import Cell, Protocol
 from arena_plans import BOS, BROAD, TEXTS, Job, first_plan, ratios, second_plan
+from harness import commit
 
 import rankwise as rw
 
@@ -74,6 +75,8 @@ def perform(job: Job, folder: Path, device: str, *, toy: bool) -> dict[str, Any]
     few |= {name: min(getattr(job.cell, name), 4) for name in ("refine", "polish", "heal")}
     cell = replace(job.cell, **few) if toy else job.cell
     made = arena.row(cell, model, place, texts, protocol, folder / "train.txt")
+    # a plan may go on at another commit
+    made["commit"] = commit()
     return {**made, **job.cell.settings} if toy else made
 
 
@@ -253,7 +256,7 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
 def write_records(out: Path) -> None:
     """Records of the form that `results/` has, one for each model."""
     rows = read_rows(out)
-    plain = ("job", "model", "kind", "beside", "alone", "about")
+    plain = ("job", "model", "kind", "about")
     for model in BOS:
         about = next((row["about"] for row in rows if row["model"] == model and row["kind"] == "dense"), None)
         if about is not None:

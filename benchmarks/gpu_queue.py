@@ -5,8 +5,9 @@
     python benchmarks/gpu_queue.py OUT --toy                        # a dry run of every job on a CPU
 
 Jobs are in the order of what is worth most. Each has a limit, at which it gets Ctrl-C, and then it and all that it has
-started is killed. A job that ended well is not run again; one that was stopped goes on with the rows that are missing,
-and one that failed is tried again after all others. What is not timed has `torture.py fuzz` beside it on the CPU.
+started is killed. A job that ended well is not run again; one that was stopped goes on with the rows that are missing;
+one that failed, or was at its limit, is tried again after all others. What is not timed has `torture.py fuzz` beside it
+on the CPU.
 
 Everything is written to `--work` (runs/gpu-queue) as it is measured, and packed into two files of OUT within a second:
 `queue.zip` (records, and which jobs are done) and `logs.txt`; `--show` prints their table. Where WORK is gone, the same
@@ -33,7 +34,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import gpu_tests
+import torch
 from jobs import HERE, PACKED, ROOT, STATE, WELL, Job, Queue
+
+from rankwise.surroundings import surroundings
 
 TESTS = (
     "tests/test_cuda.py tests/test_compiled.py tests/kernels tests/lab/kernels tests/core/test_sharding.py "
@@ -52,14 +56,15 @@ def _run(preset: str) -> str:
 
 
 def _arena(plan: int) -> str:
-    return f"{_script('arena_queue')} {{data}}/arena {{records}} {plan} --minutes {{minutes}}"
+    # it is stopped by this queue
+    return f"{_script('arena_queue')} {{data}}/arena {{records}} {plan} --minutes 60"
 
 
 SHARED = {"engines.json": ("parts", ("engine", "model")), "torture.json": ("rows", ("name",))}
 """Records that have rows of other machines as well, the list of them, and what a row is known by."""
 CORES = os.cpu_count() or 2
 OUTCOMES = "gpu-tests.jsonl"
-_TOY_ARENA = f"{_script('arena_queue')} {{place}}/models {{records}} toy --minutes {{minutes}} --at-once 2"
+_TOY_ARENA = f"{_script('arena_queue')} {{place}}/models {{records}} toy --at-once 2"
 ARENA = "arena-rows.jsonl"
 PYTEST = f"{sys.executable} -m pytest -p gpu_tests --outcomes {{records}}/{OUTCOMES}"
 VARIANTS = "30% removed;50% removed;30% removed, multiples of 256;30% removed, not fused;30% removed, pivot"
@@ -136,8 +141,15 @@ JOBS = {
         record="results.csv",
     ),
     "inference": Job(command=f"{_script('gpu_inference')} --record", toy="+ --tiny", seconds=240, record="results.csv"),
-    "arena-1": Job(command=_arena(1), toy=_TOY_ARENA, seconds=520, record=ARENA, least=120, needs="arena"),
-    "arena-2": Job(command=_arena(2), toy=f"{_TOY_ARENA} --only dense", seconds=520, record=ARENA, needs="arena"),
+    "arena-1": Job(command=_arena(1), toy=_TOY_ARENA, seconds=3600, record=ARENA, least=120, needs="arena"),
+    "arena-2": Job(
+        command=_arena(2),
+        toy=f"{_TOY_ARENA} --only dense",
+        seconds=3600,
+        record=ARENA,
+        needs="arena",
+        after="arena-1",
+    ),
     "half-hour": Job(
         command=f"{_run('enwik8-sru-30min')} --corpus.data {{data}}",
         toy=_run(f"demo {TINY_RUN}"),
@@ -188,6 +200,8 @@ class Packed:
             lines.append(f"{name:15} {self.ended(name):20} {seconds:6.0f} {self.rows(job.record):>6}  {said}")
         outcomes = gpu_tests.read(self.records.get(OUTCOMES, ""))
         lines += [f"failed: {test}" for test, outcome in outcomes.items() if outcome == "failed"]
+        rows = {row["job"]: row for row in map(json.loads, self.records.get(ARENA, "").splitlines())}
+        lines += [f"failed: {name}: {row['failed'][:150]}" for name, row in rows.items() if "failed" in row]
         fuzzed = json.loads(self.records.get(FUZZ.record, '{"rows": []}'))
         return "\n".join([*lines, *(f"fuzz: {wrong[:150]}" for row in fuzzed["rows"] for wrong in row["bad"])])
 
@@ -229,13 +243,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--take", action="store_true", help="copy records to results/, and run nothing")
     parser.add_argument("--toy", action="store_true", help="a dry run on a CPU")
     options = parser.parse_args(arguments)
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in JOBS]:
+        parser.error(f"--only must name jobs of {', '.join(JOBS)}, but has {unknown[0]!r}.")
     if options.show or options.take:
+        if not (options.out / PACKED).exists():
+            parser.error(f"the folder of a queue must have {PACKED}, but {options.out} has not.")
         found = Packed(options.out)
         if options.take and found.state["toy"]:
             parser.error(f"the records of {options.out} must not be of a dry run, but they are.")
         found.take(ROOT) if options.take else print(found.summary())
         return
     deadline = time.monotonic() + 60 * options.minutes
+    # here, and not as a job that has ended and measured nothing
+    if not options.toy and not torch.cuda.is_available():
+        parser.error("there must be a GPU, but torch finds none. For a dry run: --toy.")
+    if not options.toy and surroundings(torch.device("cpu"))["commit"] is None:
+        parser.error("records must have a commit, but git does not know it. Say it by RANKWISE_COMMIT.")
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data must be a folder, but {options.data} is none.")
     work = options.work or ROOT / "runs" / ("gpu-queue-toy" if options.toy else "gpu-queue")
     if (options.out / PACKED).exists() and not (work / STATE).exists():
         with zipfile.ZipFile(options.out / PACKED) as packed:
@@ -245,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     try:
-        queue.run({name: JOBS[name] for name in options.only.split(",")}, deadline, FUZZ)
+        queue.run({name: JOBS[name] for name in names}, deadline, FUZZ)
     finally:
         queue.pack()
         print(f"\n{Packed(options.out).summary()}", flush=True)

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def pytest_addoption(parser: Any) -> None:
     parser.addoption("--outcomes", type=Path, required=True, metavar="FILE", help="outcomes of tests, a line each")
@@ -21,10 +23,8 @@ def read(text: str) -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    file = config.getoption("outcomes")
-    known = read(file.read_text(encoding="utf-8")) if file.exists() else {}
-    done = [item for item in items if known.get(item.nodeid, "failed") != "failed"]
-    items[:] = [item for item in items if item not in set(done)]
+    done = [item for item in items if item.nodeid in config.done]
+    items[:] = [item for item in items if item.nodeid not in config.done]
     config.hook.pytest_deselected(items=done)
 
 
@@ -35,14 +35,26 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
 
 
 def pytest_configure(config: Any) -> None:
+    if hasattr(config, "workerinput"):
+        config.done = config.workerinput["done"]
+        return
+    # one file that lacks a package here must not keep all others from being run
+    config.option.continue_on_collection_errors = True
     # of several processes, the one that hears of all tests
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Outcomes(config.getoption("outcomes")))
+    file = config.getoption("outcomes")
+    known = read(file.read_text(encoding="utf-8")) if file.exists() else {}
+    config.done = {test: outcome for test, outcome in known.items() if outcome != "failed"}
+    config.pluginmanager.register(_Outcomes(file))
 
 
 class _Outcomes:
     def __init__(self, file: Path) -> None:
         self.file = file
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        # a process that takes the place of one that died must collect the same tests, whatever has passed meanwhile
+        node.workerinput["done"] = node.config.done
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         # a test that passes has a report for its setup and its teardown too

@@ -12,6 +12,7 @@ is a dry run.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 import warnings
@@ -61,6 +62,8 @@ class Training:
             take()
         if self.options.profile:
             print(f"\n{name}:\n{profile(take, kernels=14)}", flush=True)
+        # models, pruners and optimizers are in cycles
+        gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -33,8 +34,8 @@ WELL = "well"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command. In it `{records}` is the folder of records, `{place}` one of its own, `{data}` that of corpora,
-    `{minutes}` the time it has, and `{attempt}` a number that is another one each time."""
+    """A command. In it `{records}` is the folder of records, `{place}` one of its own, `{data}` that of corpora, and
+    `{attempt}` a number that is another one each time."""
 
     command: str
     toy: str
@@ -51,6 +52,8 @@ class Job:
     """A pattern of what the folder of corpora must have; without it the job is left out."""
     made: str = ""
     """A file in its own folder that becomes the record when it has ended well."""
+    after: str = ""
+    """A job that must have ended well before."""
 
 
 def processes_of(mark: str) -> list[int]:
@@ -77,18 +80,20 @@ def kill(mark: str, seconds: float = 30.0) -> None:
 class Running:
     """A job that was begun."""
 
-    def __init__(self, name: str, job: Job, queue: Queue, seconds: float) -> None:
+    def __init__(self, name: str, job: Job, queue: Queue) -> None:
         self.name, self.job, self.queue, self.began = name, job, queue, time.monotonic()
         place = queue.work / name
         place.mkdir(exist_ok=True)
         command = job.command if not queue.toy else job.command + job.toy[1:] if job.toy[0] == "+" else job.toy
-        attempt = 100 + queue.jobs.get(name, {}).get("attempts", 0)
-        given = {"records": queue.records, "place": place, "data": queue.data, "attempt": attempt}
-        given["minutes"] = max(0.1, (seconds - GRACE) / 60)
+        self.about = queue.jobs.setdefault(name, {"attempts": 0, "seconds": 0.0})
+        self.about["attempts"] += 1
+        # now, because the queue may be killed before the job has ended
+        write_json(queue.work / STATE, queue.state)
+        given = {"records": queue.records, "place": place, "data": queue.data, "attempt": 99 + self.about["attempts"]}
         words = shlex.split(command.format(**{key: shlex.quote(str(value)) for key, value in given.items()}))
         self.mark = f"{queue.work}:{name}:"
         # what is killed cannot remove its temporary files
-        self.scratch = Path(tempfile.mkdtemp(prefix="job-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=queue.prefix))
         environment = {
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "200",
@@ -117,11 +122,9 @@ class Running:
         """Keep how it ended, and its record."""
         if ended == WELL and self.job.made:
             shutil.copy(self.queue.work / self.name / self.job.made, self.queue.records / self.job.record)
-        before = self.queue.jobs.get(self.name, {"attempts": 0, "seconds": 0.0})
-        seconds = round(before["seconds"] + time.monotonic() - self.began, 1)
-        about = {"attempts": before["attempts"] + 1, "seconds": seconds, "ended": ended}
+        seconds = round(self.about["seconds"] + time.monotonic() - self.began, 1)
         said = [line for line in self.queue.log(self.name) if not line.startswith("Next: ")]
-        self.queue.jobs[self.name] = {**about, "said": said[-1:]}
+        self.about |= {"seconds": seconds, "ended": ended, "said": said[-1:]}
         write_json(self.queue.work / STATE, self.queue.state)
         self.queue.pack()
 
@@ -143,27 +146,31 @@ class Queue:
             raise SystemExit(f"{self.work} must be of a dry run with --toy, and only then, but is not. Remove it.")
         self.jobs: dict[str, Any] = self.state["jobs"]
         self.packed: object = None
+        self.prefix = f"job-{hashlib.sha256(bytes(self.work)).hexdigest()[:12]}-"
         # of a queue that was killed
         kill(f"{self.work}:")
+        for scratch in Path(tempfile.gettempdir()).glob(f"{self.prefix}*"):
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def run(self, jobs: Mapping[str, Job], deadline: float, beside: Job | None = None) -> None:
-        """Run what is not done, jobs that failed before last; nothing runs after the deadline.
+        """Run what is not done, last what failed or took all of its time before; nothing runs after the deadline.
 
         `beside` runs as long as jobs do that are not timed.
         """
         other: Running | None = None
         try:
-            for name in sorted(jobs, key=lambda name: self.ended(name).startswith("with")):
+            for name in sorted(jobs, key=lambda name: self._comes_last(name) or self._comes_last(jobs[name].after)):
                 job = jobs[name]
                 left = deadline - GRACE - time.monotonic()
                 if self.ended(name) == WELL or left < job.least:
                     continue
-                if not self.toy and job.needs and not (self.data and any(self.data.glob(job.needs))):
+                if lacks := self._lacks(job):
+                    print(f"\n== {name}: left out, because {lacks}", flush=True)
                     continue
                 if job.timed and other is not None:
                     other = self._end(other)
                 elif not job.timed and other is None and beside is not None:
-                    other = Running("beside", beside, self, left)
+                    other = Running("beside", beside, self)
                 self._watch(name, job, min(job.seconds, left))
         finally:
             if other is not None:
@@ -174,13 +181,23 @@ class Queue:
         """How a job ended."""
         return str(self.jobs.get(name, {}).get("ended", "not yet"))
 
+    def _lacks(self, job: Job) -> str:
+        """What a job goes by that is not there, if anything."""
+        if job.after and self.ended(job.after) != WELL:
+            return f"{job.after} has not ended well"
+        is_there = self.toy or not job.needs or (self.data and any(self.data.glob(job.needs)))
+        return "" if is_there else f"there is no {job.needs} in {self.data}"
+
+    def _comes_last(self, name: str) -> bool:
+        return self.ended(name).startswith(("with", "at"))
+
     def _end(self, running: Running) -> None:
         running.stop()
         running.note("with the others")
 
     def _watch(self, name: str, job: Job, seconds: float) -> None:
         """Run a job until it has ended, or its time is over."""
-        running = Running(name, job, self, seconds)
+        running = Running(name, job, self)
         try:
             while running.process.poll() is None and time.monotonic() < running.began + seconds:
                 time.sleep(0.2)
@@ -190,7 +207,8 @@ class Queue:
             # one that has ended may have left processes, too
             running.stop()
         code = running.process.returncode
-        running.note(f"stopped after {seconds:.0f} s" if not in_time else f"with exit code {code}" if code else WELL)
+        cut = f"at its limit, {seconds} s" if seconds == job.seconds else f"stopped after {seconds:.0f} s"
+        running.note(cut if not in_time else f"with exit code {code}" if code else WELL)
         print(f"\n== {name}: {self.ended(name)}", flush=True)
         print("\n".join(line[:150] for line in self.log(name)[-6:]), flush=True)
 

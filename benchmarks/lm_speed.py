@@ -16,6 +16,7 @@ Wants a GPU; `--tiny` shows on a CPU that it runs.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -196,6 +197,8 @@ def issued(step: Callable[[], None]) -> float:
 
 
 def reset_peak() -> None:
+    # runs are in cycles, those before this one too
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import gpu_queue
 import gpu_tests
 import jobs
 import pytest
+import torch
 from harness import Record
 from jobs import Job, Queue, processes_of
 
@@ -54,6 +56,18 @@ def job(code: str, *words: object, seconds: int = 60, record: str = "rows.json",
     return Job(command=command, toy="", seconds=seconds, record=record, least=0, **settings)
 
 
+def begun(job: Job, out: Path, work: Path) -> subprocess.Popen[bytes]:
+    """A queue of one job, in a process of its own."""
+    script = (
+        "import sys, time; from pathlib import Path; from jobs import Job, Queue\n"
+        "job = Job(command=sys.argv[1], toy='', seconds=60, record='rows.json', least=0)\n"
+        "Queue(Path(sys.argv[2]), Path(sys.argv[3])).run({'rows': job}, time.monotonic() + 60)\n"
+    )
+    path = os.pathsep.join((str(ROOT / "benchmarks"), str(ROOT / "src")))
+    words = [sys.executable, "-c", script, job.command, str(out), str(work)]
+    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path})
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not holds():
@@ -76,16 +90,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_queue_that_is_killed_has_packed_its_rows_and_the_same_again_measures_the_rest(tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
-    script = (
-        "import sys, time; from pathlib import Path; from jobs import Job, Queue\n"
-        "job = Job(command=sys.argv[1], toy='', seconds=60, record='rows.json', least=0)\n"
-        "Queue(Path(sys.argv[2]), Path(sys.argv[3])).run({'rows': job}, time.monotonic() + 60)\n"
-    )
-    long, path = job(MEASURE, "{records}/rows.json", 10_000), [str(ROOT / "benchmarks"), str(ROOT / "src")]
-    queue = subprocess.Popen(
-        [sys.executable, "-c", script, long.command, str(out), str(work)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-    )
+    queue = begun(job(MEASURE, "{records}/rows.json", 10_000), out, work)
     try:
         wait_until(lambda: rows_in(out) >= 3)
     finally:
@@ -110,7 +115,7 @@ def test_a_job_that_fails_or_lasts_too_long_stops_no_other_and_leaves_no_process
     }
     queue.run(given, time.monotonic() + 60)
     ends = {name: queue.ended(name) for name in given}
-    assert ends == {"fails": "with exit code 3", "lasts": "stopped after 2 s", "leaves": "well", "rows": "well"}
+    assert ends == {"fails": "with exit code 3", "lasts": "at its limit, 2 s", "leaves": "well", "rows": "well"}
     assert processes_of(f"{queue.work}:") == []
     assert rows_in(tmp_path / "out") == 2
 
@@ -129,6 +134,67 @@ def test_the_same_again_runs_what_is_not_done_and_what_failed_last(tmp_path: Pat
     Queue(tmp_path / "out", tmp_path / "work", data=tmp_path).run(given, time.monotonic() + 60)
     text = (tmp_path / "work/records/order.txt").read_text()
     assert text == "fails works fails data other fails "
+
+
+def test_what_hangs_is_tried_after_all_others_and_what_the_time_of_all_ended_in_its_place(tmp_path: Path) -> None:
+    hang = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(int(sys.argv[3]))"
+    order = "{records}/order.txt"
+    given = {
+        "hangs": job(hang, order, "hangs", 600, seconds=1),
+        "lasts": job(hang, order, "lasts", 600, seconds=600),
+    }
+    Queue(tmp_path / "out", tmp_path / "work").run(given, time.monotonic() + 3)
+    given["works"] = job(hang, order, "works", 0)
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    given["lasts"] = job(hang, order, "lasts", 0)
+    queue.run(given, time.monotonic() + 60)
+    assert (queue.records / "order.txt").read_text() == "hangs lasts lasts works hangs "
+
+
+def test_a_job_waits_until_the_one_that_it_goes_by_has_ended_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    note = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); sys.exit(int(sys.argv[3]))"
+    order = "{records}/order.txt"
+    for code in (1, 0):
+        given = {"first": job(note, order, "first", code), "second": job(note, order, "second", 0, after="first")}
+        queue.run(given, time.monotonic() + 60)
+    assert (queue.records / "order.txt").read_text() == "first first second "
+    assert capsys.readouterr().out.count("second: left out, because first has not ended well") == 1
+
+
+def test_an_attempt_has_another_number_also_where_the_one_before_was_killed_with_the_queue(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers"
+    code = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(600)"
+    for number in (1, 2):
+        queue = begun(job(code, numbers, "{attempt}"), tmp_path / "out", tmp_path / "work")
+        try:
+            wait_until(lambda number=number: numbers.exists() and len(numbers.read_text().split()) == number)
+        finally:
+            queue.kill()
+            queue.wait()
+    # ends what was left
+    Queue(tmp_path / "out", tmp_path / "work")
+    assert len(set(numbers.read_text().split())) == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--only", "tests,inferense"], "--only must name jobs .* but has 'inferense'"),
+        (["--show"], "the folder of a queue must have queue.zip, but .* has not"),
+        (["--toy", "--data", "nowhere"], "--data must be a folder, but nowhere is none"),
+        pytest.param([], "there must be a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one")),
+    ],
+)
+def test_a_queue_that_would_measure_nothing_is_refused_at_once(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu_queue.main([str(tmp_path), "--work", str(tmp_path / "work"), *words])
+    assert re.search(said, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_begun_that_would_not_measure_anything_in_time(tmp_path: Path) -> None:
@@ -170,6 +236,8 @@ def test_records_are_taken_into_results_and_those_of_other_machines_stay(tmp_pat
     for name in ("engines", "loop", "decoder"):
         queue.jobs[name] = {"ended": "well"}
     queue.jobs["plain-training"] = {"ended": "stopped after 9 s"}
+    rows = [{"job": "row a", "failed": "too large"}, {"job": "row b", "failed": "gone"}, {"job": "row b"}]
+    (queue.records / gpu_queue.ARENA).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (queue.work / "state.json").write_text(json.dumps(queue.state))
     queue.pack()
     found = gpu_queue.Packed(out)
@@ -179,7 +247,8 @@ def test_records_are_taken_into_results_and_those_of_other_machines_stay(tmp_pat
     assert (root / "benchmarks/results.csv").read_text() == "head\nold\nnew\n"
     assert (root / "results/gpu-decoder.json").exists() and not (root / "results/gpu-training.json").exists()
     lines = found.summary().splitlines()
-    assert [line.split()[0] for line in lines] == ["job", *gpu_queue.JOBS, "beside"]
+    assert [line.split()[0] for line in lines[:-1]] == ["job", *gpu_queue.JOBS, "beside"]
+    assert lines[-1] == "failed: row a: too large"
 
 
 def test_every_job_has_a_script_a_dry_run_and_a_time() -> None:
@@ -216,6 +285,35 @@ def test_tests_that_passed_are_not_run_again_and_a_failure_is_told_at_once(tmp_p
     assert "3 deselected" in run("yes", 0)
 
 
+def test_a_test_that_kills_its_process_is_a_failure_and_all_others_run(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "test_toy.py").write_text(
+        "import os, time, pytest\n"
+        "@pytest.mark.parametrize('number', range(24))\n"
+        "def test_toy(number):\n    time.sleep(0.1)\n    assert number != 9 or os._exit(1)\n"
+    )
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = f"{sys.executable} -m pytest -n 2 -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} test_toy.py"
+    settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    found = gpu_tests.read(outcomes.read_text())
+    wanted = {f"test_toy.py::test_toy[{number}]": "failed" if number == 9 else "passed" for number in range(24)}
+    assert found == wanted
+
+
+def test_a_file_of_tests_that_cannot_be_imported_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_package\n")
+    (tmp_path / "test_toy.py").write_text("def test_passes(): pass\n")
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = f"{sys.executable} -m pytest -p gpu_tests --outcomes {outcomes} --rootdir {tmp_path} {tmp_path}"
+    settings = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    for _ in range(2):
+        done = subprocess.run(command.split(), cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert done.returncode == 1 and "no_such_package" in done.stdout, done.stdout
+        assert gpu_tests.read(outcomes.read_text()) == {"test_toy.py::test_passes": "passed"}
+
+
 def test_a_record_goes_on_with_rows_of_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     Record(file, "toy", {"size": 1, "record": file}).add({"name": "a", "value": 1})
@@ -239,6 +337,20 @@ def test_temporary_files_of_a_job_that_is_killed_are_removed(tmp_path: Path) -> 
     queue = Queue(tmp_path / "out", tmp_path / "work")
     queue.run({"run": job(code, "{records}/said.txt", seconds=1)}, time.monotonic() + 60)
     assert not Path((queue.records / "said.txt").read_text()).exists()
+
+
+def test_temporary_files_of_a_queue_that_is_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    code = "import sys, tempfile, time; open(sys.argv[1], 'w').write(tempfile.mkdtemp()); time.sleep(600)"
+    said = tmp_path / "said"
+    queue = begun(job(code, said), tmp_path / "out", tmp_path / "work")
+    try:
+        wait_until(lambda: said.exists() and said.read_text() != "")
+    finally:
+        queue.kill()
+        queue.wait()
+    assert Path(said.read_text()).exists()
+    Queue(tmp_path / "out", tmp_path / "work")
+    assert not Path(said.read_text()).exists()
 
 
 def test_ctrl_c_reaches_a_job_before_it_is_killed(tmp_path: Path) -> None:

@@ -129,6 +129,9 @@ def test_models_of_further_sizes_are_rows_and_no_runs_that_go_on(
     assert [row["name"] for one in found.runs for row in one.rows] == ["own-at-30", "own"]
     (problem,) = read([out.with_name("own-at-30")]).problems
     assert "whose figures are with its smallest size" in problem.why
+    # as it is while the last model is evaluated
+    (out / "export.json").unlink()
+    assert not any(read([place]).finished for place in (out, out.parent))
 
 
 def unfinished(finished: Path, folder: Path) -> Path:

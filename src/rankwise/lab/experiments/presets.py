@@ -303,8 +303,9 @@ def _rows() -> Iterator[tuple[str, Callable[..., StreamExperiment]]]:
 
 def _presets() -> Iterator[Preset]:
     yield Preset("demo", demo, "", "a small SRU on text that every Python carries; minutes on a laptop")
-    yield Preset("enwik8-sru-10min", enwik8_sru_10min, "", "570 seconds on one H200, start to evaluated compact model")
-    yield Preset("enwik8-sru-30min", enwik8_sru_30min, "", "27 minutes on one H200, start to evaluated compact model")
+    timed = "{} on one H200, start to evaluated compact model"
+    yield Preset("enwik8-sru-10min", enwik8_sru_10min, "", timed.format("570 seconds"))
+    yield Preset("enwik8-sru-30min", enwik8_sru_30min, "", timed.format("by estimate 27 minutes"))
     for name, encoder in ENCODERS.items():
         about = f"fine-tune, prune and heal {encoder.hub.rpartition('/')[2]} on a task of GLUE; minutes on one GPU"
         yield Preset(name, partial(glue, name), "", about)

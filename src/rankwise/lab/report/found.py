@@ -149,8 +149,8 @@ def _runs_at(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         yield from _of_record(read_json(path), title, None, problems)
     elif (path / COMPRESSION).is_file():
         yield compressed_run(path, title)
-    elif _has_no_figures(path):
-        raise CheckpointError("holds a model that is not evaluated yet, or whose figures are with its smallest size")
+    elif _is_further_size(path):
+        raise CheckpointError("holds a model whose figures are with its smallest size")
     elif (path / METRICS).is_file() or (path / EXPORT).is_file():
         yield _part(path, title)
     elif (path / RECORD).is_file():
@@ -179,9 +179,13 @@ def _unfinished_sweep(path: Path, title: str, problems: list[Problem]) -> Iterat
     yield from (replace(run, finished=False) for run in found[-1:])
 
 
-def _has_no_figures(folder: Path) -> bool:
-    """Whether the rows of the model in this folder are elsewhere: one of several sizes, all but the last of them."""
-    return (folder / EXPERIMENT).is_file() and (folder / MODEL).is_dir() and not (folder / EXPORT).is_file()
+def _is_further_size(folder: Path) -> bool:
+    """Whether the row of the model in this folder is with those of another: one of several sizes, but not the last."""
+    if (folder / EXPORT).is_file() or not (folder / MODEL).is_dir():
+        return False
+    found = [read_json(file).get("rows") for file in folder.parent.glob(f"*/{EXPORT}")]
+    rows = [row for each in found if isinstance(each, list) for row in each if isinstance(row, Mapping)]
+    return any(row.get("folder") == folder.name for row in rows)
 
 
 def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
@@ -195,10 +199,10 @@ def _inside(path: Path, title: str, problems: list[Problem]) -> Iterator[Run]:
         if content.get("format") in (*FORMATS, TABLE):
             yield from _of_record(content, f"{title}/{file.stem}", None, problems)
     for folder in sorted(child for child in path.iterdir() if child.is_dir()):
-        known = any((folder / name).is_file() for name in (RECORD, EXPERIMENT, COMPRESSION, METRICS))
-        if known and not _has_no_figures(folder):
+        if any((folder / name).is_file() for name in (RECORD, EXPERIMENT, COMPRESSION, METRICS)):
             try:
-                yield from _runs_at(folder, f"{title}/{folder.name}", problems)
+                if not _is_further_size(folder):
+                    yield from _runs_at(folder, f"{title}/{folder.name}", problems)
             except CheckpointError as error:
                 problems.append(Problem(f"{title}/{folder.name}", _why(error)))
 
