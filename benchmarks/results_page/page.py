@@ -232,8 +232,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "Training a large decoder on a GPU",
         "The same decoder with weights in float32, 4 x 1024 tokens, autocast to bfloat16 and fused AdamW. *Committed* "
         "is after the ramp, when the gates stay; then `pruner.drop_closed(optimizer)` drops what they closed. One "
-        "H200, median of ten steps and its spread (20% to 80%). `python benchmarks/gpu_training.py --record "
-        "results/gpu-training.json`",
+        "H200, median of ten steps and its spread (20% to 80%). Memory is at most what stands here: at that commit "
+        "some of it was that of rows before. `python benchmarks/gpu_training.py --record results/gpu-training.json`",
         _of("gpu-training", sections.gpu_training),
     ),
     (
