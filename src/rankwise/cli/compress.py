@@ -119,7 +119,7 @@ def compress(options: Options) -> None:
     goes on from the last block. `from_pretrained` loads the folder after `import rankwise.hf`; a model of a run, or of
     `rankwise.save`, gives a folder for `rankwise.load`; that of a run can be evaluated and sampled from as before.
     With --method width a decoder such as Llama, Mistral, Qwen or Gemma loses whole neurons and heads, equally many
-    in every layer: transformers, vLLM, llama.cpp and MLX load the folder with nothing of rankwise installed. With
+    in every layer: transformers, vLLM and llama.cpp take the folder with nothing of rankwise installed. With
     --method width+svd it loses neurons and heads, and then ranks, in one budget.
 
     example: rankwise compress my-bert --removed 0.3 --calibration a.txt --out small

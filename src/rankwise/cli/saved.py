@@ -69,7 +69,7 @@ def sample(options: Options) -> None:
     JSON,
 )
 def bench(options: Options) -> None:
-    """Time the dense, the compact and the int8 models of a folder on this machine.
+    """Time the dense and the compact models of a folder on this machine, in int8 too.
 
     Models take turns, so that a busy moment of the machine slows them all. A sentence names what is
     not faster than it should be. The record of a run keeps the figures. Engines: torch, compile (torch.compile), graph
