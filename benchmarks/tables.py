@@ -29,6 +29,7 @@ import rankwise as rw
 from rankwise.errors import RankwiseError
 from rankwise.lab.experiments import pipeline, presets
 from rankwise.lab.experiments.pipeline import Variant
+from rankwise.lab.experiments.run_folder import experiment_from
 from rankwise.lab.models.adaptive import Clusters
 from rankwise.lab.models.sru import SRUConfig
 from rankwise.lab.report import TABLE
@@ -259,7 +260,9 @@ class Record:
         """Whether a cell was run; refuses a record of other settings."""
         settings = described(task.experiment)
         for run in self.content["runs"]:
-            if (run["name"], run["seed"]) == task.key[:2] and run["experiment"] != settings:
+            # settings that came later had their defaults then
+            before = described(experiment_from(run["experiment"]))
+            if (run["name"], run["seed"]) == task.key[:2] and before != settings:
                 raise RankwiseError(
                     f"{self.path} must be of the same settings, but its {run['name']} was run with others. "
                     "Give those again, or another `--out`."

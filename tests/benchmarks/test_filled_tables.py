@@ -153,3 +153,20 @@ def test_other_settings_do_not_mix(toys: list[str], tmp_path: Path, capsys: pyte
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == ["dense", "base", *CELLS.split()[1:]]
     assert "done" in lines[1]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("table-*.json")), ids=lambda file: file.stem)
+def test_the_records_here_can_be_gone_on_with(file: Path) -> None:
+    name = file.stem.removeprefix("table-")
+    options = argparse.Namespace(**OPTIONS | {"ramp": 0.05, "device": "auto"})
+    assert any(map(tables.Record(file, name).has, tables.tasks(name, options)))
+
+
+def test_settings_that_came_later_do_not_count(toys: list[str], tmp_path: Path) -> None:
+    tables.main([*toys, "--cells", "dense"])
+    record = read(tmp_path)
+    for phase in ("base", "training"):
+        del record["runs"][0]["experiment"][phase]["drop_closed"]
+    (tmp_path / "out/table-toy.json").write_text(json.dumps(record))
+    tables.main([*toys, "--cells", "dense"])
+    assert len(read(tmp_path)["runs"][0]["rows"]) == 1
