@@ -13,6 +13,8 @@ from arena import Cell
 TEXTS = ("valid", "docstrings", "news", "test", "other")
 BOS = {"smollm2": None, "gemma": 2}
 LEVELS = {"smollm2": (0.2, 0.3, 0.4), "gemma": (0.1, 0.2, 0.3)}
+MIXED = "train+generated"
+"""Better on validation texts than `train` alone and than `BROAD`, with few windows (docs/log/one-shot.md)."""
 BROAD = "train+prose+sentences"
 
 
@@ -52,11 +54,11 @@ def first_plan() -> list[Job]:
         {"refine": 500, "calibration_windows": 1024},
         {"refine": 250, "calibration_windows": 512},
     )
-    jobs += [ours("smollm2", 0.2, calibrate=BROAD, **how) for how in tried]
+    jobs += [ours("smollm2", 0.2, calibrate=MIXED, **how) for how in tried]
     jobs += [Job(model="gemma", kind=kind) for kind in ("generate", "dense")]
-    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (BROAD, "train", "train+prose", f"{BROAD}+generated")]
-    jobs += [ours("gemma", 0.2, calibrate=mix) for mix in (BROAD, "train")]
-    return jobs + [ours("smollm2", 0.2, calibrate=BROAD, smoothing=how) for how in ("0.1,0.1,1", "0,0,1", "0.3,0.3,1")]
+    jobs += [ours("smollm2", 0.2, calibrate=mix) for mix in (MIXED, "train", BROAD, f"{BROAD}+generated")]
+    jobs += [ours("gemma", 0.2, calibrate=mix) for mix in (MIXED, "train")]
+    return jobs + [ours("smollm2", 0.2, calibrate=MIXED, smoothing=how) for how in ("0.1,0.1,1", "0,0,1", "0.3,0.3,1")]
 
 
 def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Job]:
@@ -106,14 +108,14 @@ def chosen(rows: Sequence[dict[str, Any]], model: str, options: argparse.Namespa
         and not any(row.get(name) for name in ("refine", "polish", "heal", "calibration_windows"))
         and "code" not in row.get("calibrate", "")
     ]
-    best = min(tried, key=lambda row: score(row, rows), default={"calibrate": BROAD})
+    best = min(tried, key=lambda row: score(row, rows), default={"calibrate": MIXED})
     return {"calibrate": best.get("calibrate", "train"), "smoothing": best.get("smoothing", ""), **given}
 
 
 def best_refinement(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Steps, rate and windows that are best on validation text, of those tried on the broad texts."""
+    """Steps, rate and windows that are best on validation text, of those tried on the mixed texts."""
     tried = [row for row in rows if row["model"] == "smollm2" and row.get("refine") and "polish" not in row]
-    tried = [row for row in tried if row.get("calibrate") == BROAD and row.get("removed") == 0.2]
+    tried = [row for row in tried if row.get("calibrate") == MIXED and row.get("removed") == 0.2]
     tried = [row for row in tried if row["name"] == "ours" and not row.get("seed") and not row.get("heal")]
     names = ("refine", "refine_lr", "calibration_windows")
     best = min(tried, key=lambda row: float(row["valid"]), default={"refine": 250, "calibration_windows": 512})
