@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -66,3 +67,12 @@ def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["presets", "glue"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ("glue-roberta", "125M to 81M", "glue-mpnet", "109M to 71.2M", "glue-minilm"))
+
+
+def test_a_dry_run_downloads_no_model_that_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--data", str(glue_toys.mrpc(tmp_path / "data")), "--model.name", str(glue_toys.encoder(tmp_path))]
+    found = []
+    for given in (here, here[:2]):
+        assert app.run(["run", "glue-minilm", *given, "--dry-run", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["preview"]["download_megabytes"])
+    assert found[0] == 0 < found[1]

@@ -87,7 +87,7 @@ def test_every_setting_as_it_is_shown_can_be_given_and_changes_nothing(name: str
             ["prune", "nowhere", "--model.width", "3"],
             "`--model.width` cannot be set here, because the dense model is trained",
         ),
-        (["evaluate", "nowhere"], "A run's folder must hold experiment.json, but nowhere does not."),
+        (["evaluate", "nowhere"], "There is nothing at nowhere. Give the folder of a run or of transformers"),
         (["evaluate", "nowhere", "--split", "train"], "`--split` must be one of valid, test, but is 'train' instead."),
         (["evaluate", "nowhere", "--budget.removed", "1"], "`--budget.removed` cannot be set here, because the model"),
         (["sample", "nowhere", "--length", "long"], "`--length` must be a whole number, but is 'long' instead."),

@@ -42,6 +42,11 @@ def of_model(options: Options) -> Experiment | None:
                     "Leave it out, or give the folder of a model that `save_pretrained` wrote."
                 )
     refuse_settings(options, lambda group: group not in CHANGEABLE, "the model is trained already")
+    if not folder.exists():
+        raise CheckpointError(
+            f"There is nothing at {folder}. Give the folder of a run or of transformers, or a name on the hub with "
+            "--text or --tasks."
+        )
     experiment = find_run(folder).experiment
     own = [field.name for field in dataclasses.fields(experiment)]
     if options.text is not None and "text" not in own:

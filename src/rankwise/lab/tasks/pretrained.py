@@ -145,7 +145,7 @@ class PretrainedExperiment(Experiment):
             steps=sum(steps),
             tokens=examples * self.model.max_length,
             corpus=self.reads,
-            download_megabytes=known.megabytes + self.data_megabytes,
+            download_megabytes=self.data_megabytes + (0 if Path(self.model.name).is_dir() else known.megabytes),
         )
 
     @property

@@ -121,6 +121,8 @@ class GlueExperiment(PretrainedExperiment):
 
     @property
     def data_megabytes(self) -> int:
+        if self.data is not None:
+            return 0
         archive = ARCHIVES.get(task_named(self.task).title)
         return 1 if archive is None else archive.megabytes
 
