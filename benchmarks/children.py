@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -136,8 +137,10 @@ def _run(act: Callable[[], Any]) -> int:
         print(f"{type(error).__name__}: {error}", flush=True)
         return 70
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # words that find no room, where files cannot grow, must not let the child go on as its parent
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
 
 
 def engines() -> list[str]:

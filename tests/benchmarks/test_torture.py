@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import fuzz
 import pytest
 import torture
-from children import Outcome, share_out
+from children import Outcome, in_child, share_out
 
 from rankwise.errors import RankwiseError
 
@@ -130,3 +132,12 @@ def test_the_page_shows_the_record() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     shown = page.split("<!-- torture -->\n")[1].split("\n<!-- /torture -->")[0]
     assert shown.strip() == torture.table(json.loads((ROOT / "results" / "torture.json").read_text()))
+
+
+def test_a_child_whose_words_find_no_room_ends_as_it_would() -> None:
+    def speak() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, resource.RLIM_INFINITY))
+        sys.stdout.write("more than four letters")
+
+    assert in_child(speak)[0] == 0
