@@ -86,6 +86,7 @@ def test_a_model_that_kept_nothing_round_trips(method: str, tmp_path: Path) -> N
     assert_same(load(tmp_path / "small", mlp()), small, x)
 
 
+@pytest.mark.filterwarnings("ignore:These layers are left as they are")
 @given(
     width=st.integers(2, 9),
     back=st.sampled_from(["untied", "tied", "bias-tied", "low-rank"]),

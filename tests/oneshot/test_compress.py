@@ -428,8 +428,11 @@ def test_the_order_of_batches_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("weighed", [False, True])
 def test_what_no_batch_reaches_is_named_and_left_alone(weighed: bool, ranks: Ranks) -> None:
     model, batches, loss = Experts(3), [chosen(0), chosen(1)], cross_entropy if weighed else None
-    with pytest.warns(UserWarning, match=r"should be reached by a batch .*, but these are not: experts.2\. .* exclude"):
+    expected = r"should be reached by a batch .*, but these are not: experts.2\. .* exclude"
+    with pytest.warns(UserWarning, match=expected) as warned:
         small = rw.compress(model, rw.Budget(removed=0.3), batches, loss=loss, ranks=ranks)
+    # the line of whoever called, and not one inside
+    assert warned[0].filename == __file__
     assert torch.equal(small.experts[2].weight, model.experts[2].weight)
     x = chosen(0)
     # even ranks lose more

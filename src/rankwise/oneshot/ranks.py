@@ -164,7 +164,8 @@ def _choose(
 
 def _warn_about(sites: Sequence[Site], text: str) -> None:
     if sites:
-        warnings.warn(text.format(listed([str(site) for site in sites], most=8)), stacklevel=4)
+        # of whoever called `compress`, which is wrapped
+        warnings.warn(text.format(listed([str(site) for site in sites], most=8)), stacklevel=5)
 
 
 def _shrink(
