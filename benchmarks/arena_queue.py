@@ -1,7 +1,7 @@
 """Many rows of the arena on one GPU: a plan of jobs, each in a process of its own, several at a time.
 
-    python benchmarks/arena_queue.py FOLDER OUT 1 --minutes 9     # which texts, how much smoothing, how much refinement
-    python benchmarks/arena_queue.py FOLDER OUT 2 --minutes 9     # levels, peers, samples, healing, by what 1 has shown
+    python benchmarks/arena_queue.py FOLDER OUT 1 --minutes 9     # which texts, how much refinement
+    python benchmarks/arena_queue.py FOLDER OUT 2 --minutes 9     # sizes, healing, peers, samples, by what 1 has shown
     python benchmarks/arena_queue.py FOLDER OUT show
     python benchmarks/arena_queue.py FOLDER OUT toy               # both plans with tiny models, on a CPU
 
@@ -43,7 +43,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import arena
 import torch
 from arena import Cell, Protocol
-from arena_plans import BOS, BROAD, TEXTS, Job, first_plan, ratios, second_plan
+from arena_plans import BOS, TEXTS, Job, first_plan, ratios, second_plan
 from harness import commit
 
 import rankwise as rw
@@ -273,7 +273,7 @@ def show(out: Path) -> None:
     rows = read_rows(out)
     print(f"{'':9}{'shares of dense on ' + ', '.join(TEXTS):52}{'test':>7}{'other':>7} {'s':>5}")
     for row in sorted(rows, key=lambda row: (row["model"], row.get("removed", 0.0))):
-        about = row["job"].replace(f"{row['model']} row name=", "").replace("calibration_", "").replace(BROAD, "BROAD")
+        about = row["job"].replace(f"{row['model']} row name=", "").replace("calibration_", "")
         if "failed" in row:
             print(f"{row['model']:8} failed: {about}: {row['failed'][:120]}")
             continue
