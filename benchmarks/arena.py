@@ -324,7 +324,10 @@ def generate(folder: Path, tokens: Path, number: int, length: int, device: str) 
             for done in range(0, wanted, most)
         ]
         found[name] = torch.cat(parts).int().numpy()
-    np.savez_compressed(tokens.with_suffix(".generated.npz"), **found)
+    # whole or not at all: other processes wait for it
+    unfinished = tokens.with_suffix(".unfinished.npz")
+    np.savez_compressed(unfinished, **found)
+    unfinished.replace(tokens.with_suffix(".generated.npz"))
 
 
 def main() -> None:

@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--calibrate")
     parser.add_argument("--smoothing")
     parser.add_argument("--windows", type=int)
-    parser.add_argument("--only", default="", help="jobs whose names have this in them")
+    parser.add_argument("--only", default="", help="jobs whose names have one of these in them")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -314,7 +314,7 @@ def main() -> None:
         plans = {"1": [first_plan], "2": [lambda: second_plan(read_rows(options.out), options)]}
         plans["toy"] = [*plans["1"], *plans["2"]]
         for plan in plans[options.plan]:
-            jobs = [job for job in plan() if options.only in job.key]
+            jobs = [job for job in plan() if any(part in job.key for part in options.only.split(","))]
             if options.list:
                 return print("\n".join(job.key for job in jobs))
             done &= Queue(options.folder, options.out, options).run(jobs)

@@ -66,7 +66,8 @@ CORES = os.cpu_count() or 2
 OUTCOMES = "gpu-tests.jsonl"
 _TOY_ARENA = f"{_script('arena_queue')} {{place}}/models {{records}} toy --at-once 2"
 ARENA = "arena-rows.jsonl"
-PYTEST = f"{sys.executable} -m pytest -p gpu_tests --outcomes {{records}}/{OUTCOMES}"
+# pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors
+PYTEST = f"{sys.executable} -m pytest -p no:benchmark -p gpu_tests --outcomes {{records}}/{OUTCOMES}"
 VARIANTS = "30% removed;50% removed;30% removed, multiples of 256;30% removed, not fused;30% removed, pivot"
 TINY = "--tiny --layers 1 --repeats 2"
 TINY_RUN = "--base.steps 6 --training.steps 6 --method.anneal_steps 3 --training.eval_every 3 --base.eval_every 3"
