@@ -250,10 +250,11 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
 
 
 def new_record(folder: Path, protocol: Protocol, settings: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
+    split = "test" if "test" in protocol.texts else protocol.texts[0]
     return {
         "name": "arena",
         "model": folder.name,
-        "settings": {"split": protocol.texts[0], **asdict(protocol), **settings},
+        "settings": {"split": split, **asdict(protocol), **settings},
         "dense": dense,
         "rows": [],
         "date": date.today().isoformat(),

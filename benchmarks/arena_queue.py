@@ -264,7 +264,6 @@ def write_records(out: Path) -> None:
             about["rows"] = [{name: value for name, value in row.items() if name not in plain} for row in mine]
             default = asdict(Cell(name="", removed=0.0))
             about["settings"] |= {name: default[name] for name in default if name not in ("name", "removed", "seed")}
-            about["settings"]["split"] = "test"
             (out / f"arena-{model}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 

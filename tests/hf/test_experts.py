@@ -79,7 +79,8 @@ def test_tokens_of_no_expert_and_no_tokens_give_nothing() -> None:
     index = index.clone()
     # as transformers marks experts of other processes, and tokens that are left out
     index[0], index[1, 1] = 3, 3
-    expected = experts(x, index, weights)
+    # not every version of transformers takes such marks itself
+    expected = experts(x, index.clamp(max=2), weights * (index < 3))
     with all_split(model), torch.no_grad():
         torch.testing.assert_close(experts(x, index, weights), expected)
         assert not experts(x, index, weights)[0].any()

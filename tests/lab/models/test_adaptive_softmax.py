@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rankwise as rw
 from rankwise.lab.models.adaptive import AdaptiveConfig, AdaptiveEmbedding, AdaptiveSoftmax, WordSplit, split_words
 from rankwise.modules import LowRankHead
+from tests.waiting import no_waiting
 
 WT103 = AdaptiveConfig(
     num_words=267_735,
@@ -312,12 +313,9 @@ def test_words_split_on_the_cpu_never_make_a_gpu_wait() -> None:
     want = model.loss(words, targets)
     model.cuda()
     split = split_words(words, SMALL).to("cuda"), split_words(targets, SMALL).to("cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         loss = model.loss(*split)
         loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(loss.cpu(), want)
     torch.testing.assert_close(model.loss(words.cuda(), targets.cuda()), loss)
     with pytest.raises(IndexError, match="but one is 60 instead"):
