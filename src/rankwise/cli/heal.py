@@ -18,7 +18,7 @@ SETTINGS = ("steps", "lr", "batch_size", "window", "valid", "accumulate", "devic
     Argument("--teacher MODEL", "The dense model that FOLDER was made from: a folder, or a hub name.", required=True),
     Argument("--out FOLDER", "Where the healed model is written; it must be new.", required=True),
     Argument("--steps N", "Steps of training, after those that choose a rate. Default: 300.", int, 300),
-    Argument("--lr RATE", "The learning rate. Default: the best of three in short trials.", float),
+    Argument("--lr RATE", "The learning rate. Default: the best in short trials.", float),
     Argument("--batch-size N", "Windows in a step. Default: 16.", int, 16),
     Argument("--window N", "Tokens of a window. Default: 512; encoders 256; as in its run.", int),
     Argument("--valid FILE", "A text to hold out. Default: the end of each text. Repeatable.", Path, [], several=True),
@@ -35,8 +35,8 @@ def heal(options: Options) -> None:
     """Train a compressed model to answer as the dense one does.
 
     All weights are trained, in bfloat16 on a GPU; layers and size stay as they are. No labels are needed, so any text
-    like those the model is for will do. Its end is held out: there three learning rates are tried for a tenth of the
-    steps each, and there the last line compares the dense model, the compressed one and the healed one.
+    like those the model is for will do. Its end is held out: there three learning rates or more are tried for a
+    quarter of the steps each, and there the last line compares the dense model, the compressed one and the healed one.
 
     Ctrl-C stops it; the same command again goes on from there.
 

@@ -12,11 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
 from rankwise.lab.experiments import pipeline
 from rankwise.lab.experiments.healing import Healed, heal_folder, is_unfinished
+from rankwise.lab.experiments.healing.folder import rates_beyond
+from rankwise.lab.experiments.healing.pair import MOST_RATES, RATES
 from rankwise.lab.tasks.healing import parts_of_batch
 from rankwise.lab.training.run import DivergedError
 from tests.lab.experiments import experiment_toys
@@ -108,11 +112,36 @@ def test_the_rate_is_the_one_that_does_best_on_text_held_out(place: Path, tmp_pa
     assert result.lr == 3e-3
     assert list(result.rates) == ["1e-06", "0.003"]
     assert (result.rates["0.003"] or 0) < (result.rates["1e-06"] or 0)
-    given = healed(place, "decoder", tmp_path / "given", lr=3e-3, steps=20)
-    assert not given.rates
+    fixed = healed(place, "decoder", tmp_path / "given", lr=3e-3, steps=20)
+    assert not fixed.rates
     # trials leave no trace in what is trained then
     pairs = zip(weights(tmp_path / "chosen").values(), weights(tmp_path / "given").values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_rates_are_tried_until_the_best_is_between_two_others(place: Path, tmp_path: Path) -> None:
+    result = healed(place, "decoder", tmp_path / "chosen", steps=20)
+    tried = sorted(float(name) for name in result.rates)
+    assert tried[0] < result.lr < tried[-1] or len(tried) == MOST_RATES
+    assert set(RATES) <= set(tried)
+
+
+@given(st.integers(-12, 0), st.integers(1, 5), st.data())
+def test_the_next_rate_is_beyond_the_best_and_only_where_none_was_tried(
+    lowest: int, number: int, data: st.DataObject
+) -> None:
+    series = [float(f"{10 ** (power / 2):.0e}") for power in range(lowest, lowest + number)]
+    losses = data.draw(st.permutations([None if i % 4 == 3 else float(i) for i in range(number)]))
+    found = rates_beyond({f"{rate:g}": loss for rate, loss in zip(series, losses, strict=True)})
+    # the lowest loss is always 0
+    best = losses.index(0.0)
+    if 0 < best < number - 1:
+        assert not found
+    else:
+        (rate,) = found
+        power = lowest + number if best == number - 1 else lowest - 1
+        assert rate == float(f"{10 ** (power / 2):.0e}")
+        assert rate not in series
 
 
 def test_a_rate_that_diverges_is_not_chosen(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

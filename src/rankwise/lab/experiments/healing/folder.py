@@ -22,7 +22,7 @@ from rankwise.core.budget import count
 from rankwise.deploy.inputs import ERROR
 from rankwise.errors import InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
-from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
+from rankwise.lab.experiments.healing.pair import MOST_RATES, RATES, REMEDY, HealingConfig, Pair
 from rankwise.lab.experiments.healing.pretrained import PretrainedPair
 from rankwise.lab.experiments.healing.streams import StreamPair
 from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
@@ -160,6 +160,21 @@ def _model_of(name: str) -> str:
     return str(find_run(Path(name)).path) if (Path(name) / EXPERIMENT).is_file() else name
 
 
+def best_rate(losses: Mapping[str, float | None]) -> float | None:
+    """The rate of the lowest loss; None if all diverged."""
+    found = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return float(min(found, key=lambda name: found[name])) if found else None
+
+
+def rates_beyond(losses: Mapping[str, float | None]) -> list[float]:
+    """The rate after the best of those tried, in steps of 1, 3, 10, if no rate beyond the best was tried."""
+    best, tried = best_rate(losses), [float(name) for name in losses]
+    if best is None or min(tried) < best < max(tried):
+        return []
+    half_powers = round(2 * math.log10(best)) + (1 if best == max(tried) else -1)
+    return [float(f"{10 ** (half_powers / 2):.0e}")]
+
+
 class Work:
     """The folder that keeps the state of a healing."""
 
@@ -208,28 +223,33 @@ class Work:
 
     def _best_rate(self) -> float:
         """The rate by which a short training comes furthest on text that is held out."""
-        steps = self.pair.config.trial_steps
-        for rate in self.pair.config.rates:
-            name = f"{rate:g}"
-            if name not in self.rates:
-                self.watcher.phase(f"trying a rate of {name}")
-                try:
-                    _, record = self._fit(f"rate-{name}", steps, rate)
-                    loss, seconds = record["quality"]["valid"]["loss"], record["seconds"]
-                except DivergedError:
-                    loss, seconds = None, 0.0
-                self.rates[name] = loss
-                self.seconds += seconds
-                self._keep()
-            # its weights are not needed any more
-            shutil.rmtree(self.folder / f"rate-{name}", ignore_errors=True)
-        found = {name: loss for name, loss in self.rates.items() if loss is not None and math.isfinite(loss)}
-        if not found:
+        given = self.pair.config.rates
+        waiting = list(given or RATES)
+        while waiting:
+            self._try_rate(waiting.pop(0))
+            if not waiting and given is None and len(self.rates) < MOST_RATES:
+                waiting = rates_beyond(self.rates)
+        if (best := best_rate(self.rates)) is None:
             raise RankwiseError(
                 f"A learning rate must keep the loss finite, but none of {', '.join(self.rates)} does. "
                 "Give a lower one: --lr 1e-5."
             )
-        return float(min(found, key=lambda name: found[name]))
+        return best
+
+    def _try_rate(self, rate: float) -> None:
+        name = f"{rate:g}"
+        if name not in self.rates:
+            self.watcher.phase(f"trying a rate of {name}")
+            try:
+                _, record = self._fit(f"rate-{name}", self.pair.config.trial_steps, rate)
+                loss, seconds = record["quality"]["valid"]["loss"], record["seconds"]
+            except DivergedError:
+                loss, seconds = None, 0.0
+            self.rates[name] = loss
+            self.seconds += seconds
+            self._keep()
+        # its weights are not needed any more
+        shutil.rmtree(self.folder / f"rate-{name}", ignore_errors=True)
 
     def _fit(self, name: str, steps: int, lr: float) -> tuple[nn.Module, dict[str, Any]]:
         pair = self.pair

@@ -18,6 +18,10 @@ from rankwise.errors import InvalidValueError
 from rankwise.lab.training.config import Device, LoopConfig, check_choice, check_positive, check_whole, device_of
 from rankwise.lab.training.objective import Trainable
 
+RATES = (1e-4, 3e-4, 1e-3)
+"""Learning rates that are tried first."""
+MOST_RATES = 6
+"""Rates that are tried in all."""
 LEAST_TRIED = 5
 """Steps of the shortest trial of a learning rate."""
 REMEDY = "Give the dense model that it was made from."
@@ -36,8 +40,8 @@ class HealingConfig:
     """Tokens of a window. None: 512 for a decoder, 256 for an encoder, and for a model of a run as in its training."""
     lr: float | None = None
     """The peak of the learning rate. None: the best of `rates` in short trials, on text that is held out."""
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that are tried."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates that are tried. None: 1e-4, 3e-4 and 1e-3, and the next one as long as the best is at an end."""
     checkpointing: bool | None = None
     """Compute activations again in the backward pass, for less memory. None: for a billion parameters and more."""
     accumulate: int | None = None
@@ -48,20 +52,21 @@ class HealingConfig:
     """The seed of dropout and of the order of the windows."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rates", tuple(self.rates))
+        if self.rates is not None:
+            object.__setattr__(self, "rates", tuple(self.rates))
         check_whole(self, 1, "batch_size", "accumulate")
         # the learning rate of the last step is 0
         check_whole(self, 2, "steps", "window")
         check_whole(self, 0, "seed")
         check_positive(self, "lr")
         check_choice(self, "device", get_args(Device))
-        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
+        if self.rates is not None and not (self.rates and all(0 < rate < math.inf for rate in self.rates)):
             raise InvalidValueError(f"`rates` must be positive and finite, but are {list(self.rates)} instead.")
 
     @property
     def trial_steps(self) -> int:
-        """Steps of a trial: a tenth of the whole, and enough to tell rates apart."""
-        return min(self.steps, max(LEAST_TRIED, self.steps // 10))
+        """Steps of a trial: a quarter of the whole, for in shorter ones lower rates look better than they are."""
+        return min(self.steps, max(LEAST_TRIED, self.steps // 4))
 
     def phase(self, steps: int, lr: float, device: torch.device, **more: Any) -> dict[str, Any]:
         """Settings of the loop for `steps` steps."""
