@@ -100,6 +100,8 @@ class Cell:
     polish: int = 0
     polish_lr: float = 1e-4
     heal: int = 0
+    heal_generated: bool = False
+    """Whether the model is healed with text that the dense model generates, too."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def polish(small: Any, dense: Any, windows: Tensor, cell: Cell, device: str) -> 
         optimizer.zero_grad()
 
 
-def heal(small: Any, dense: Path, text: Path, steps: int, device: str) -> tuple[Any, dict[str, Any]]:
+def heal(small: Any, dense: Path, text: Path, cell: Cell, device: str) -> tuple[Any, dict[str, Any]]:
     """By `rankwise heal`: the healed model, and what was done."""
     from rankwise.hf import save_pretrained
     from rankwise.hf.loading import load_model
@@ -215,9 +217,10 @@ def heal(small: Any, dense: Path, text: Path, steps: int, device: str) -> tuple[
         tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
         save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
         kind: Any = "auto" if device.startswith("cuda") else "cpu"
-        done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", steps=steps, device=kind)
+        how: Any = {"steps": cell.heal, "generated": cell.heal_generated, "device": kind}
+        done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", **how)
         healed: Any = load_model(f"{place}/healed")
-    about = {"lr": done.lr, "steps": done.steps, "tokens": done.tokens, "seconds": round(done.seconds, 1)}
+    about = {"lr": done.lr, "rates": done.rates, "steps": done.steps, "tokens": done.tokens, "seconds": round(done.seconds, 1)}
     return healed.float().to(device).eval(), about
 
 
@@ -244,7 +247,7 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
         made["polished"]["seconds"] = round(time.perf_counter() - start, 1)
     if cell.heal:
         assert text is not None
-        healed, about = heal(small, folder, text, cell.heal, protocol.device)
+        healed, about = heal(small, folder, text, cell, protocol.device)
         made["healed"] = {**measured(healed, texts, protocol), **about}
     return made
 

@@ -72,7 +72,8 @@ def second_plan(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
         return [Job(model="smollm2", cell=cell) for cell in cells]
 
     jobs = [Job(model=model, kind="dense") for model in BOS]
-    jobs += levels("smollm2", **refined, heal=300) + levels("gemma", heal=300) + beside("zs-svd", "aa-svd", **refined)
+    healed = {"heal": 300, "heal_generated": True}
+    jobs += levels("smollm2", **refined, **healed) + levels("gemma", **healed) + beside("zs-svd", "aa-svd", **refined)
     jobs += levels("smollm2", **refined, seed=1) + levels("gemma", seed=1) + levels("smollm2", **refined, seed=2)
     jobs += levels("smollm2", calibration_windows=refined["calibration_windows"]) + beside("svd-llm", **refined)
     jobs += [*levels("gemma", seed=2), Job(model="smollm2", kind="command")]

@@ -454,12 +454,18 @@ def test_settings_of_generate_that_cannot_be_saved_are_refused_before_the_work(p
 def test_the_command_compresses_and_heals(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compress", str(place / "llama-tied"), "--removed", "0.3", "--window", "12", "--windows", "8"]
     words += ["--refine", "0", "--device", "cpu", "--out", str(tmp_path / "small"), "--json", "--heal"]
-    assert run([*words, "4"]) == 2
+    assert run([*words, "4", "--calibration", "none"]) == 2
     assert "`--heal` needs a text, but there is none" in capsys.readouterr().err
-    assert run([*words, "4", "--calibration", str(place / "text.txt")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["healed"]["parameters"] == found["exported"]
-    assert rw.count(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "small")) == found["exported"]
+    texts = {"small": [], "mixed": ["generated", place / "text.txt"], "given": [place / "text.txt"]}
+    for name, given in texts.items():
+        words[words.index("--out") + 1] = str(tmp_path / name)
+        assert run([*words, "4", *(str(word) for text in given for word in ("--calibration", text))]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["healed"]["parameters"] == found["exported"]
+        assert rw.count(hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)) == found["exported"]
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("windows of the dense model's own" in card) == (name != "given")
+        assert ("on text.txt" in card) == (name != "small")
 
 
 def test_tables_of_words_are_left_out_unless_they_are_wanted(place: Path) -> None:

@@ -142,7 +142,7 @@ def compress(options: Options) -> None:
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
     texts = [Path(name) for name in options.calibration if name not in ("none", "generated")]
-    if options.heal and not texts:
+    if options.heal and not texts and not _generates(options, source):
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     settings["calibration"] = _calibration(options, source, texts)
     made, healed = None, None
@@ -151,7 +151,7 @@ def compress(options: Options) -> None:
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.heal:
-        healed = _heal(options, texts, asked)
+        healed = _heal(options, texts, asked, generated=_generates(options, source))
     _show(options, made, healed, texts, has_text=settings["calibration"] is not None or bool(options.calibration))
 
 
@@ -184,7 +184,7 @@ def _calibration(options: Options, source: Source, texts: list[Path]) -> Calibra
             "`--calibration generated` needs a decoder of transformers with its tokenizer, but "
             f"{options.subject} is none. Name a text instead."
         )
-    if texts or generated or (not options.calibration and source.generates):
+    if texts or _generates(options, source):
         on_gpu = torch.cuda.is_available() and not options.device.startswith("cpu")
         number = options.windows if options.windows is not None else 256 if on_gpu else 64
         given: dict[str, Any] = {"also": tuple(texts[1:]), "elsewhere": tuple(options.measure), "generated": generated}
@@ -196,7 +196,12 @@ def _calibration(options: Options, source: Source, texts: list[Path]) -> Calibra
     return None
 
 
-def _heal(options: Options, texts: list[Path], asked: dict[str, Any]) -> Healed:
+def _generates(options: Options, source: Source) -> bool:
+    """Whether the dense model generates text: where it was asked to, and where nothing is said of texts."""
+    return "generated" in options.calibration or (not options.calibration and source.generates)
+
+
+def _heal(options: Options, texts: list[Path], asked: dict[str, Any], *, generated: bool) -> Healed:
     """Train the model that was just written, in its place; `asked`: for which model."""
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.healing import heal_folder
@@ -204,13 +209,15 @@ def _heal(options: Options, texts: list[Path], asked: dict[str, Any]) -> Healed:
     device: Any = "cpu" if options.device.startswith("cpu") else "auto"
     with watching() as watcher:
         given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True, "about": asked}
+        given["generated"] = generated
         return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
 
 
 def _following(options: Options, made: Compressed, texts: list[Path]) -> tuple[str, ...]:
     """The command that is useful next: healing where something was lost, otherwise export."""
     if texts and options.method == "svd" and made.quality is not None:
-        given = [word for text in texts for word in ("--text", str(text))]
+        named = [*map(str, texts), *(["generated"] if "generated" in options.calibration else [])]
+        given = [word for name in named for word in ("--text", name)]
         return ("rankwise", "heal", options.out, "--teacher", options.subject, *given, "--out", f"{options.out}-healed")
     return ("rankwise", "export", options.out, "--to", "onnx")
 

@@ -9,12 +9,19 @@ from typing import Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 
+GENERATED = Path("generated")
 SETTINGS = ("steps", "lr", "batch_size", "window", "valid", "accumulate", "device", "seed", "overwrite")
 
 
 @command(
     Argument("FOLDER", "What `rankwise compress` wrote, or the model of a run.", required=True),
-    Argument("--text FILE", "A text like those the model is for. Repeatable.", Path, required=True, several=True),
+    Argument(
+        "--text FILE",
+        "A text like those the model is for; generated: the dense model's own, of a decoder. Repeatable.",
+        Path,
+        required=True,
+        several=True,
+    ),
     Argument("--teacher MODEL", "The dense model that FOLDER was made from: a folder, or a hub name.", required=True),
     Argument("--out FOLDER", "Where the healed model is written; it must be new.", required=True),
     Argument("--steps N", "Steps of training, after those that choose a rate. Default: 300.", int, 300),
@@ -48,8 +55,10 @@ def heal(options: Options) -> None:
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     # a switch that is left out leaves the choice to the size of the model
     settings["checkpointing"] = options.checkpointing or None
+    texts = [path for path in options.text if path != GENERATED]
+    settings["generated"] = GENERATED in options.text
     with watching() as watcher:
         healed = heal_folder(
-            options.subject, options.teacher, options.text, options.out, **settings, watcher=watcher, say=watcher.say
+            options.subject, options.teacher, texts, options.out, **settings, watcher=watcher, say=watcher.say
         )
     print(json.dumps({**dataclasses.asdict(healed)}, indent=1) if options.json else healed)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rankwise.core.host_memory import release_freed_memory
@@ -41,10 +41,10 @@ from rankwise.deploy.inputs import (
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.hf.bounds import Shapes, check_counts, check_proportion, most_tensors, shapes_in
 from rankwise.hf.format import METHOD
+from rankwise.hf.generated import generated
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_generation, check_pretrained_target, save_pretrained
 from rankwise.hub import source_of
-from rankwise.measure import evaluating
 
 OWN_TEXT = (
     "No text was given, so the model has generated its own: {} windows of {} tokens calibrate it, others say what is "
@@ -52,8 +52,6 @@ OWN_TEXT = (
 )
 OWN_NAME = "text of its own"
 KEPT_BACK = "text kept back from the calibration"
-GENERATED = 64
-"""Windows that are generated at a time."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 
 
@@ -259,48 +257,13 @@ class PretrainedModel(Source):
         return prepare
 
 
-@torch.no_grad()
 def generated_windows(model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0) -> Windows:
-    """Windows that a decoder generates itself, word by word as likely as it finds them, each from the beginning.
-
-    They are like what the model has learned, of every kind in its proportion, where no text says what it is for.
-    """
-    wanted = calibration.num_windows + calibration.num_kept_back
-    length = min(calibration.window, positions_of(model) or calibration.window) - len(special.before)
-    ends = getattr(model.config.get_text_config(), "eos_token_id", None) or 0
-    # what ends a text also comes before one; a model may have several such tokens
-    first = special.before or (ends[0] if isinstance(ends, list) else ends,)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
-        torch.manual_seed(seed)
-        found = [
-            model.generate(
-                torch.tensor([first] * min(GENERATED, wanted - done), device=model.device),
-                attention_mask=torch.ones(min(GENERATED, wanted - done), len(first), device=model.device).long(),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=True,
-                top_k=0,
-                use_cache=True,
-            ).cpu()
-            for done in range(0, wanted, GENERATED)
-        ]
-    windows = torch.cat(found)
-    # where nothing is to come first, the token that text was generated from goes
-    made = kept_apart(list(windows if special.before else windows[:, 1:]), calibration, special=special)
+    """Windows that a decoder generates itself: where no text says what it is for."""
+    length = min(calibration.window, positions_of(model) or calibration.window)
+    windows = generated(model, calibration.num_windows + calibration.num_kept_back, length, special, seed=seed)
+    made = kept_apart(list(windows), calibration, special=special)
     line = OWN_TEXT.format(len(made.used), len(made.used[0]))
     return made._replace(notes=[line, *made.notes] if calibration.file is None else made.notes)
-
-
-@contextmanager
-def _plain_generation(model: Any) -> Iterator[None]:
-    """Leave out what a folder says of answers, such as a penalty for repetitions."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _use_cache(model: Any, wanted: bool | None) -> bool | None:

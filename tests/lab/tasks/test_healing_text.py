@@ -65,6 +65,26 @@ def test_texts_of_their_own_are_held_out_if_they_are_given(tmp_path: Path) -> No
     assert found.fingerprint != read_healing_text(encode, [text], [], number=20, window=6, special=BOS).fingerprint
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.integers(0, 3), number=st.integers(8, 60), made=st.integers(2, 40), has_valid=st.booleans())
+def test_what_the_dense_model_writes_has_the_share_of_a_text(
+    tmp_path: Path, texts: int, number: int, made: int, has_valid: bool
+) -> None:
+    files = [numbers(tmp_path / f"{place}.txt", 1_000 * place, 1_000 * place + 900) for place in range(1, texts + 1)]
+    valid = [numbers(tmp_path / "valid.txt", 9_000, 9_100)] if has_valid else []
+    own_NT = torch.arange(20_000, 20_000 + 6 * made).view(made, 6)
+    found = read_healing_text(encode, files, valid, number=number, window=6, special=BOS, generate=lambda: own_NT)
+    own = [window for window in found.train_NT.tolist() if window[1] >= 20_000]
+    of_texts = len(found.train_NT) - len(own)
+    assert len(own) == max(number // (texts + 1), of_texts // max(texts, 1))
+    # each about as often as the others, and none that is held out
+    times = [own.count(window) for window in own]
+    assert max(times) - min(times) <= 1
+    held_out = [window for window in found.held_out_NT.tolist() if window[1] >= 20_000]
+    assert bool(held_out) != has_valid
+    assert not any(window in own for window in held_out)
+
+
 @given(number=st.integers(1, 40), size=st.integers(1, 8), seed=st.integers(0, 2**64))
 def test_an_epoch_has_full_batches_of_different_windows(number: int, size: int, seed: int) -> None:
     size = min(size, number)

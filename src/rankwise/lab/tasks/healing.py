@@ -65,6 +65,7 @@ def read_healing_text(
     number: int,
     window: int,
     special: SpecialTokens,
+    generate: Callable[[], Tensor] | None = None,
 ) -> HealingText:
     """Windows to train on, from each text by its size, and windows that are held out.
 
@@ -72,6 +73,8 @@ def read_healing_text(
         valid: texts to hold out instead of the ends of `texts`.
         number: windows that training asks for; a short text has fewer, which are then read again.
         special: tokens around every window.
+        generate: gives windows that the dense model generates, (N, T); as many are read as of a text on average, some
+            of them again.
     """
     train: list[Tensor] = []
     held_out: list[Tensor] = []
@@ -83,19 +86,32 @@ def read_healing_text(
             calibration = Calibration(file=file, num_windows=math.ceil(share * wanted), window=window)
             yield text_windows(encode, calibration, special=special, more=math.ceil(share * more), what=TEXT), share
 
-    for found, share in windows(texts, number, 0 if valid else HELD_OUT):
-        last = 0 if valid else max(1, min(math.ceil(share * HELD_OUT), int(HELD_OUT_SHARE * len(found))))
-        train += found[: len(found) - last]
-        held_out += found[len(found) - last :]
+    def divide(found: list[Tensor], most: float) -> list[Tensor]:
+        """The windows to train on; at most so many of the last are held out."""
+        last = 0 if valid else max(1, min(math.ceil(most), int(HELD_OUT_SHARE * len(found))))
+        held_out.extend(found[len(found) - last :])
+        return found[: len(found) - last]
+
+    own = 0 if generate is None else number // (len(texts) + 1)
+    rest = HELD_OUT * (number - own) / number
+    for found, share in windows(texts, number - own, 0 if valid else math.ceil(rest)):
+        train += divide(found, share * rest)
     for found, _ in windows(valid, HELD_OUT, 0):
         held_out += found
+    names = [path.name for path in texts]
+    if generate is not None:
+        own_NT = generate()
+        # where few windows are asked for, texts give more, as they have fewer to hold out
+        own = max(own, len(train) // max(1, len(texts)))
+        again = divide(list(own_NT), HELD_OUT - rest)
+        train += (again * math.ceil(own / max(1, len(again))))[:own]
+        names.append(f"{len(own_NT)} windows of the dense model's own")
     if not train:
         raise DataError(
-            f"{TEXT} must hold at least 2 windows of {window} tokens, one of them to hold out, but {texts[0]} has 1. "
-            "Give a longer text, or shorter windows."
+            f"{TEXT} must hold at least 2 windows of {window} tokens, one of them to hold out, but "
+            f"{texts[0] if texts else 'what is generated'} has 1. Give a longer text, or shorter windows."
         )
-    name = ", ".join(path.name for path in texts)
-    return HealingText(name=name, train_NT=torch.stack(train), held_out_NT=torch.stack(held_out))
+    return HealingText(name=", ".join(names), train_NT=torch.stack(train), held_out_NT=torch.stack(held_out))
 
 
 def _size(file: Path) -> int:

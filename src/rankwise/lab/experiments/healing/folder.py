@@ -95,7 +95,7 @@ def heal_folder(
     Args:
         folder: what `rankwise compress` wrote, or the model of a run; a dense model may be healed too.
         teacher: the dense model that it was made from: a folder, or a name on the hub.
-        texts: files like those that the model is for; their ends are held out.
+        texts: files like those that the model is for; their ends are held out. May be empty with `generated=True`.
         out: may be `folder` itself, with `overwrite`.
         valid: texts to hold out instead of the ends of `texts`: they choose the learning rate, so no test text.
         overwrite: replace a model that was saved in `out` before.
@@ -106,14 +106,15 @@ def heal_folder(
     """
     refuse_several("Healing")
     config = HealingConfig(**settings)
-    if not texts:
+    if not texts and not config.generated:
         raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
     pair.check_target(target, overwrite)
     watcher = watcher or Watcher()
-    watcher.phase("reading the text")
-    fingerprint = pair.read(_paths(texts), _paths(valid))
-    work = Work(_work_folder(target), pair, {"text": fingerprint, ABOUT: about}, watcher)
+    watcher.phase("generating text" if config.generated else "reading the text")
+    folder_of_state = _work_folder(target)
+    fingerprint = pair.read(_paths(texts), _paths(valid), folder_of_state)
+    work = Work(folder_of_state, pair, {"text": fingerprint, ABOUT: about}, watcher)
     for note in pair.notes:
         say(note)
     return work.run(target, overwrite, say)

@@ -48,8 +48,10 @@ class HealingConfig:
     """Parts that a batch is cut into, for less memory. None: by the size of the vocabulary."""
     device: Device = "auto"
     """"auto" takes a GPU where there is one, and computes in bfloat16 there."""
+    generated: bool = False
+    """Whether as many windows as of each text are those that the dense model generates itself, a decoder."""
     seed: int = 0
-    """The seed of dropout and of the order of the windows."""
+    """The seed of dropout, of the order of the windows, and of what is generated."""
 
     def __post_init__(self) -> None:
         if self.rates is not None:
@@ -104,8 +106,8 @@ class Pair(ABC):
         """Refuse a folder that must not be written."""
 
     @abstractmethod
-    def read(self, texts: Sequence[Path], valid: Sequence[Path]) -> str:
-        """Read the texts; their fingerprint."""
+    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path) -> str:
+        """Read the texts, and generate what was not generated in `folder` before; their fingerprint."""
 
     @abstractmethod
     def prepare(self) -> None:

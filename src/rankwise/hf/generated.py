@@ -1,0 +1,55 @@
+"""Text that a decoder generates itself. It is like what the model has learned, of every kind in its proportion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from rankwise.deploy.documents import SpecialTokens
+from rankwise.measure import evaluating
+
+AT_ONCE = 64
+"""Windows that are generated at a time."""
+
+
+@torch.no_grad()
+def generated(model: Any, number: int, length: int, special: SpecialTokens, *, seed: int = 0) -> Tensor:
+    """Windows of `length` tokens, word by word as likely as the model finds them, each from the beginning of a text."""
+    ends = getattr(model.config.get_text_config(), "eos_token_id", None) or 0
+    # what ends a text also comes before one; a model may have several such tokens
+    first = special.before or (ends[0] if isinstance(ends, list) else ends,)
+    more = length - len(special.before)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
+        torch.manual_seed(seed)
+        found = [
+            model.generate(
+                torch.tensor([first] * min(AT_ONCE, number - done), device=model.device),
+                attention_mask=torch.ones(min(AT_ONCE, number - done), len(first), device=model.device).long(),
+                max_new_tokens=more,
+                min_new_tokens=more,
+                do_sample=True,
+                top_k=0,
+                use_cache=True,
+            ).cpu()
+            for done in range(0, number, AT_ONCE)
+        ]
+    # where nothing is to come first, the token that text was generated from goes
+    windows = torch.cat(found)
+    return windows if special.before else windows[:, 1:]
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Leave out what a folder says of answers, such as a penalty for repetitions."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = own
