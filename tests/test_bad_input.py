@@ -148,6 +148,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Refusal, str]] =
         rw.PlanError,
         "needs `calibration`, but there is none",
     ),
+    "a tensor as calibration": (
+        SPEC.build,
+        {"init": "whitened", "calibration": torch.ones(8, 16)},
+        TypeError,
+        r"but is a Tensor instead. Pass \[batch\], or list\(batches\) if its first dimension counts batches",
+    ),
+    "a method in a list": (SPEC.build, {"method": ["fac"]}, rw.RankwiseError, r"`method` must be .*, but is \['fac'\]"),
+    "a target in a list": (SPEC.build, {"target": ["cpu"]}, rw.RankwiseError, r"`target` must be .*, but is \['cpu'\]"),
     "empty calibration": (
         SPEC.build,
         {"init": "whitened", "calibration": []},

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.adapters.plans import check_plan, find_plan, split_pairs
 from rankwise.adapters.widths import find_widths
@@ -121,11 +121,12 @@ def check_arguments(
 
 
 def check_batches(name: str, batches: Iterable[Any] | None) -> None:
-    """Raise if the argument `name` is one batch, or a path."""
-    if isinstance(batches, Mapping | str):
+    """Raise if the argument `name` is one batch, or a path. A tensor would be taken row by row."""
+    if isinstance(batches, Mapping | str | Tensor):
+        listed = ", or list(batches) if its first dimension counts batches" if isinstance(batches, Tensor) else ""
         raise InvalidTypeError(
             f"`{name}` must be several batches of input for the model, such as a list of them, but is a "
-            f"{type(batches).__name__} instead. Pass [batch]."
+            f"{type(batches).__name__} instead. Pass [batch]{listed}."
         )
 
 

@@ -202,6 +202,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "`refinement` must go with `calibration`, but there is none",
     ),
     "a latency": ({"budget": rw.Budget(latency_ms=5.0)}, "must be a size for width"),
+    "a method in a list": ({"method": ["svd"]}, r"one of .*, but is \['svd'\] instead"),
     "an unknown method": ({"method": "svd+width"}, 'one of "svd", "width", "width\\+svd", but is \'svd\\+width\''),
 }
 
@@ -214,6 +215,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case: str) -> None:
     settings = {"budget": rw.Budget(removed=0.3), "calibration": BATCHES, "method": BOTH, "in_place": True, **changes}
     with pytest.raises(rw.RankwiseError, match=message):
         rw.compress(model, **settings)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_blocks_that_are_to_be_refined_are_looked_for_before_neurons_go() -> None:
+    model = build(num_hidden_layers=1, layer_types=None)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(rw.RankwiseError, match="blocks"):
+        rw.compress(
+            model, rw.Budget(removed=0.3), BATCHES, method=BOTH, width_share=0.5, refinement=Refinement(steps=2),
+            in_place=True,
+        )  # fmt: skip
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 

@@ -601,13 +601,17 @@ def test_numbers_in_place_of_settings_are_refused(asked: dict[str, Any]) -> None
         rw.compress(nn.Linear(4, 4), rw.Budget(removed=0.5), [torch.randn(2, 4)], **asked)
 
 
-@pytest.mark.parametrize("given", [{"input": torch.randn(2, 4)}, "text.txt"])
+@pytest.mark.parametrize("given", [{"input": torch.randn(2, 4)}, "text.txt", torch.ones(2, 4)], ids=type)
 def test_one_batch_in_place_of_several_is_refused(given: Any) -> None:
     model = nn.Linear(4, 4)
     for use in (partial(rw.compress, model), partial(rw.Pruner, model, anneal_steps=100, init="whitened")):
-        with pytest.raises(TypeError, match="`calibration` must be several batches .*, but is a (dict|str) instead"):
+        with pytest.raises(
+            TypeError, match="`calibration` must be several batches .*, but is a (dict|str|Tensor) instead"
+        ):
             use(budget=rw.Budget(removed=0.5), calibration=given)
-    with pytest.raises(TypeError, match="`loss_batches` must be several batches .*, but is a (dict|str) instead"):
+    with pytest.raises(
+        TypeError, match="`loss_batches` must be several batches .*, but is a (dict|str|Tensor) instead"
+    ):
         rw.compress(model, rw.Budget(removed=0.5), [torch.randn(2, 4)], loss_batches=given)
 
 

@@ -70,7 +70,7 @@ def find_target(target: str | Target | None, model: nn.Module) -> Target:
         return target
     if target is None:
         return TARGETS["cpu"] if next(model.parameters(), None) is None else device_target(device_of(model))
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         names = ", ".join(TARGETS)
         raise RankwiseError(
             f"`target` must be one of {names}, but is {target!r} instead.{nearest(str(target), TARGETS)} Leave it out "

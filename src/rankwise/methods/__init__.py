@@ -17,9 +17,9 @@ METHODS: dict[str, type[Method]] = {m.name: m for m in (Dense, Fac, NpL0, Agp, F
 
 def make_method(name: str, **settings: object) -> Method:
     """The method of that name with these settings."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         names = ", ".join(METHODS)
-        raise RankwiseError(f"`method` must be one of {names}, but is {name!r} instead.{nearest(name, METHODS)}")
+        raise RankwiseError(f"`method` must be one of {names}, but is {name!r} instead.{nearest(str(name), METHODS)}")
     fields = {field.name: field for field in dataclasses.fields(METHODS[name])}
     for setting in settings:
         if setting not in fields:
@@ -52,6 +52,6 @@ def resolve_method(method: str | Method, layout: str, settings: dict[str, Any]) 
         if settings:
             raise InvalidTypeError(f"Settings go into the method object, but got {', '.join(settings)} beside it.")
         return method
-    if issubclass(METHODS.get(method, Method), Factorized):
+    if isinstance(method, str) and issubclass(METHODS.get(method, Method), Factorized):
         settings = {"layout": layout, **settings}
     return make_method(method, **settings)

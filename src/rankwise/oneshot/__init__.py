@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rankwise.adapters import families
 from rankwise.adapters.plans import find_plan
+from rankwise.core.blocks import find_blocks
 from rankwise.core.budget import Budget, SizeAccount, count
 from rankwise.core.calibrate import has_room
 from rankwise.core.optimizer_checks import check_mode
@@ -132,6 +133,9 @@ def compress(
     limit = budget.resolve(account)
     given = list(loss_batches or batches or ())
     if isinstance(how, WidthSvd):
+        if (anchor or refinement.steps) and batches and not find_blocks(model, batches[0]):
+            # before neurons are gone
+            raise RankwiseError(NO_BLOCKS)
         shared = {"loss": loss, "target": where, "example": example, "ranks": ranks, "progress": progress}
         shared["smoothing"] = smoothing
         # with a dtype, so that none of its pivots suffers in half precision

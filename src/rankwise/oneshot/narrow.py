@@ -39,7 +39,7 @@ def oneshot_method(
 ) -> Svd | Width:
     """The method of that name; `low_rank_only` if there are settings that only low rank has."""
     kinds: dict[str, Svd | Width] = {made.name: made for made in (Svd(layout=layout), Width(), WidthSvd(layout=layout))}
-    if method not in kinds:
+    if not isinstance(method, str) or method not in kinds:
         names = ", ".join(f'"{name}"' for name in kinds)
         raise InvalidValueError(f"`method` must be one of {names}, but is {method!r} instead.")
     found = kinds[method]
