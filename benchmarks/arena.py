@@ -220,7 +220,13 @@ def heal(small: Any, dense: Path, text: Path, cell: Cell, device: str) -> tuple[
         how: Any = {"steps": cell.heal, "generated": cell.heal_generated, "device": kind}
         done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", **how)
         healed: Any = load_model(f"{place}/healed")
-    about = {"lr": done.lr, "rates": done.rates, "steps": done.steps, "tokens": done.tokens, "seconds": round(done.seconds, 1)}
+    about = {
+        "lr": done.lr,
+        "rates": done.rates,
+        "steps": done.steps,
+        "tokens": done.tokens,
+        "seconds": round(done.seconds, 1),
+    }
     return healed.float().to(device).eval(), about
 
 

@@ -1,20 +1,14 @@
-"""Many rows of the arena on one GPU: a plan of jobs, each in a process of its own, several at a time.
+"""Many rows of the arena on one GPU: jobs, each in a process of its own, several at a time.
 
-    python benchmarks/arena_queue.py FOLDER OUT 1 --minutes 9     # which texts, how much refinement
-    python benchmarks/arena_queue.py FOLDER OUT 2 --minutes 9     # sizes, healing, peers, samples, by what 1 has shown
+    python benchmarks/arena_queue.py FOLDER OUT run --minutes 9
     python benchmarks/arena_queue.py FOLDER OUT show
-    python benchmarks/arena_queue.py FOLDER OUT toy               # both plans with tiny models, on a CPU
+    python benchmarks/arena_queue.py FOLDER OUT toy               # with tiny models, on a CPU
 
 FOLDER holds the folders of the models `smollm2` and `gemma`, with their tokenizers, `smollm2-tokens.npz` and
-`gemma-tokens.npz` (`arena_texts.py`, `arena.py tokenize`), and `train.txt`. Jobs begin in the order of the plan; when
-the time is up, what still runs is ended; the exit code is 1, and the same command goes on with the rest. Each job
-that ends adds a line to OUT/arena-rows.jsonl, what it printed to OUT/arena-logs.txt, and its row to
-OUT/arena-MODEL.json, records for `results/`. `gpu_queue.py` has both plans among its jobs.
-
-The second plan takes the texts and the smoothing that lose least on `valid`, `docstrings` and `news` (half the weight
-on the first, half on the other two), and the refinement that is best on `valid`; never by test text. Mixtures with code
-are measured and not chosen, for the other test text is about code. `--calibrate`, `--smoothing` and `--windows` choose
-by hand.
+`gemma-tokens.npz` (`arena_texts.py`, `arena.py tokenize`), and `train.txt`. Jobs begin in the order of the plan
+(`arena_plans.py`), which test text does not decide; when the time is up, what still runs is ended; the exit code is 1,
+and the same command goes on with the rest. Each job that ends adds a line to OUT/arena-rows.jsonl, what it printed to
+OUT/arena-logs.txt, and its row to OUT/arena-MODEL.json, records for `results/`. `gpu_queue.py` has this among its jobs.
 """
 
 from __future__ import annotations
@@ -43,14 +37,14 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import arena
 import torch
 from arena import Cell, Protocol
-from arena_plans import BOS, TEXTS, Job, first_plan, ratios, second_plan
+from arena_plans import BOS, TEXTS, Job, plan, ratios
 from harness import commit
 
 import rankwise as rw
 
 ROWS = "arena-rows.jsonl"
-MOST_GEMMA = 3
-"""Processes with its large logits at a time."""
+MOST_GEMMA = 2
+"""Processes with its large logits at a time: one that is healed takes 38 GB of a GPU."""
 
 
 def perform(job: Job, folder: Path, device: str, *, toy: bool) -> dict[str, Any]:
@@ -215,7 +209,7 @@ class Queue:
 
     def _start(self, job: Job) -> None:
         place = tempfile.mkdtemp()
-        given = (job, self.folder, self.options.device, self.options.plan == "toy", place)
+        given = (job, self.folder, self.options.device, self.options.what == "toy", place)
         process = self.context.Process(target=child, args=given)
         process.start()
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -291,32 +285,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("plan", choices=["1", "2", "show", "toy"])
+    parser.add_argument("what", choices=["run", "show", "toy"])
     parser.add_argument("--at-once", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--mps", action="store_true", help="let processes share the card by NVIDIA's MPS, where it is")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--calibrate")
-    parser.add_argument("--smoothing")
-    parser.add_argument("--windows", type=int)
     parser.add_argument("--only", default="", help="jobs whose names have one of these in them")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.plan == "toy":
+    if options.what == "toy":
         import arena_toys
 
         options.device = "cpu"
         arena_toys.make(options.folder, TEXTS)
-    done = True
-    if options.plan != "show":
-        plans = {"1": [first_plan], "2": [lambda: second_plan(read_rows(options.out), options)]}
-        plans["toy"] = [*plans["1"], *plans["2"]]
-        for plan in plans[options.plan]:
-            jobs = [job for job in plan() if any(part in job.key for part in options.only.split(","))]
-            if options.list:
-                return print("\n".join(job.key for job in jobs))
-            done &= Queue(options.folder, options.out, options).run(jobs)
+    jobs = [job for job in plan() if any(part in job.key for part in options.only.split(","))]
+    if options.list:
+        return print("\n".join(job.key for job in jobs))
+    done = options.what == "show" or Queue(options.folder, options.out, options).run(jobs)
     if options.mps:
         mps(quits=True)
     write_records(options.out)

@@ -6,8 +6,8 @@
 
 Jobs are in the order of what is worth most. Each has a limit, at which it gets Ctrl-C, and then it and all that it has
 started is killed. A job that ended well is not run again; one that was stopped goes on with the rows that are missing;
-one that failed, or was at its limit, is tried again after all others. What is not timed has `torture.py fuzz` beside it
-on the CPU.
+one that failed, or was at its limit, is tried again after all others. Jobs that are not timed run at once, with
+`torture.py fuzz` beside them on the CPU; a timed one runs alone.
 
 Everything is written to `--work` (runs/gpu-queue) as it is measured, and packed into two files of OUT within a second:
 `queue.zip` (records, and which jobs are done) and `logs.txt`; `--show` prints their table. Where WORK is gone, the same
@@ -55,16 +55,10 @@ def _run(preset: str) -> str:
     return f"{sys.executable} -m rankwise run {preset} --out {{place}}/run"
 
 
-def _arena(plan: int) -> str:
-    # it is stopped by this queue
-    return f"{_script('arena_queue')} {{data}}/arena {{records}} {plan} --minutes 60"
-
-
 SHARED = {"engines.json": ("parts", ("engine", "model")), "torture.json": ("rows", ("name",))}
 """Records that have rows of other machines as well, the list of them, and what a row is known by."""
 CORES = os.cpu_count() or 2
 OUTCOMES = "gpu-tests.jsonl"
-_TOY_ARENA = f"{_script('arena_queue')} {{place}}/models {{records}} toy --at-once 2"
 ARENA = "arena-rows.jsonl"
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors
 PYTEST = f"{sys.executable} -m pytest -p no:benchmark -p gpu_tests --outcomes {{records}}/{OUTCOMES}"
@@ -73,6 +67,27 @@ TINY = "--tiny --layers 1 --repeats 2"
 TINY_RUN = "--base.steps 6 --training.steps 6 --method.anneal_steps 3 --training.eval_every 3 --base.eval_every 3"
 
 JOBS = {
+    "arena": Job(
+        # it is stopped by this queue
+        command=f"{_script('arena_queue')} {{data}}/arena {{records}} run --mps --minutes 60",
+        toy=f"{_script('arena_queue')} {{place}}/models {{records}} toy --at-once 2",
+        seconds=3600,
+        record=ARENA,
+        least=120,
+        timed=False,
+        needs="arena",
+    ),
+    "mpnet": Job(
+        command=f"{_script('glue')} {{records}}/glue-mpnet.json --model {{data}}/mpnet --data {{data}}/glue "
+        "--rows control --tasks sst2,qnli --seeds 0,1,2 --work {place}",
+        toy=f"{_script('gpu_training')} {TINY} --max-rank 0 --record {{place}}/nothing.json",
+        seconds=900,
+        record="glue-mpnet.json",
+        least=250,
+        timed=False,
+        needs="mpnet",
+        goes_on=True,
+    ),
     "tests": Job(
         command=f"{PYTEST} {'-n 8' if find_spec('xdist') else ''} {TESTS}",
         toy=f"{PYTEST} tests/core/test_dropping.py tests/test_cuda.py",
@@ -86,6 +101,15 @@ JOBS = {
         seconds=120,
         record="fsdp-memory.json",
         timed=False,
+    ),
+    "ten-minutes": Job(
+        command=f"{_run('enwik8-sru-10min')} --corpus.data {{data}}",
+        toy=_run(f"demo {TINY_RUN}"),
+        seconds=900,
+        record="enwik8-sru-10min.json",
+        least=120,
+        needs="enwik8*",
+        made="run/record.json",
     ),
     "training": Job(
         command=f"{_script('gpu_training')} --compile --record {{records}}/gpu-training-compiled.json",
@@ -113,15 +137,6 @@ JOBS = {
         record="gpu-decoder.json",
         least=150,
     ),
-    "ten-minutes": Job(
-        command=f"{_run('enwik8-sru-10min')} --corpus.data {{data}}",
-        toy=_run(f"demo {TINY_RUN}"),
-        seconds=900,
-        record="enwik8-sru-10min.json",
-        least=120,
-        needs="enwik8*",
-        made="run/record.json",
-    ),
     "compress": Job(
         command=f"{_script('gpu_compress')} --record {{records}}/gpu-compress.json",
         toy="+ --tiny --layers 2 --windows 2",
@@ -142,15 +157,6 @@ JOBS = {
         record="results.csv",
     ),
     "inference": Job(command=f"{_script('gpu_inference')} --record", toy="+ --tiny", seconds=240, record="results.csv"),
-    "arena-1": Job(command=_arena(1), toy=_TOY_ARENA, seconds=3600, record=ARENA, least=120, needs="arena"),
-    "arena-2": Job(
-        command=_arena(2),
-        toy=f"{_TOY_ARENA} --only dense",
-        seconds=3600,
-        record=ARENA,
-        needs="arena",
-        after="arena-1",
-    ),
     "half-hour": Job(
         command=f"{_run('enwik8-sru-30min')} --corpus.data {{data}}",
         toy=_run(f"demo {TINY_RUN}"),

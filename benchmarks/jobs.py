@@ -1,4 +1,7 @@
-"""Jobs that may be stopped at any moment, one after the other, and the rows that they measured. For `gpu_queue.py`."""
+"""Jobs that may be stopped at any moment, and the rows that they measured: timed ones alone, others at once.
+
+For `gpu_queue.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +51,15 @@ class Job:
     least: int = 60
     """Seconds in which it measures something; with fewer left it is not begun."""
     timed: bool = True
-    """Whether nothing may run beside it."""
+    """Whether nothing may run beside it. Neighbours that are not timed run at once."""
     needs: str = ""
     """A pattern of what the folder of corpora must have; without it the job is left out."""
     made: str = ""
     """A file in its own folder that becomes the record when it has ended well."""
     after: str = ""
     """A job that must have ended well before."""
+    goes_on: bool = False
+    """Whether it goes on from the record in `results/`."""
 
 
 def processes_of(mark: str) -> list[int]:
@@ -80,10 +86,12 @@ def kill(mark: str, seconds: float = 30.0) -> None:
 class Running:
     """A job that was begun."""
 
-    def __init__(self, name: str, job: Job, queue: Queue) -> None:
-        self.name, self.job, self.queue, self.began = name, job, queue, time.monotonic()
+    def __init__(self, name: str, job: Job, queue: Queue, seconds: float) -> None:
+        self.name, self.job, self.queue, self.began, self.seconds = name, job, queue, time.monotonic(), seconds
         place = queue.work / name
         place.mkdir(exist_ok=True)
+        if job.goes_on and not (queue.records / job.record).exists():
+            shutil.copy(ROOT / "results" / job.record, queue.records)
         command = job.command if not queue.toy else job.command + job.toy[1:] if job.toy[0] == "+" else job.toy
         self.about = queue.jobs.setdefault(name, {"attempts": 0, "seconds": 0.0})
         self.about["attempts"] += 1
@@ -106,6 +114,14 @@ class Running:
         }
         with (queue.work / f"{name}.txt").open("ab") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.began + self.seconds
 
     def stop(self) -> None:
         """Ctrl-C, by which a run keeps a checkpoint; then everything that is left of the job is killed."""
@@ -146,6 +162,7 @@ class Queue:
             raise SystemExit(f"{self.work} must be of a dry run with --toy, and only then, but is not. Remove it.")
         self.jobs: dict[str, Any] = self.state["jobs"]
         self.packed: object = None
+        self.beside: Running | None = None
         self.prefix = f"job-{hashlib.sha256(bytes(self.work)).hexdigest()[:12]}-"
         # of a queue that was killed
         kill(f"{self.work}:")
@@ -157,24 +174,16 @@ class Queue:
 
         `beside` runs as long as jobs do that are not timed.
         """
-        other: Running | None = None
+        names = sorted(jobs, key=lambda name: self._comes_last(name) or self._comes_last(jobs[name].after))
         try:
-            for name in sorted(jobs, key=lambda name: self._comes_last(name) or self._comes_last(jobs[name].after)):
-                job = jobs[name]
-                left = deadline - GRACE - time.monotonic()
-                if self.ended(name) == WELL or left < job.least:
+            for timed, group in groupby(names, key=lambda name: jobs[name].timed):
+                if not timed:
+                    self._watch({name: jobs[name] for name in group}, deadline, beside)
                     continue
-                if lacks := self._lacks(job):
-                    print(f"\n== {name}: left out, because {lacks}", flush=True)
-                    continue
-                if job.timed and other is not None:
-                    other = self._end(other)
-                elif not job.timed and other is None and beside is not None:
-                    other = Running("beside", beside, self)
-                self._watch(name, job, min(job.seconds, left))
+                for name in group:
+                    self._watch({name: jobs[name]}, deadline, None)
         finally:
-            if other is not None:
-                self._end(other)
+            self._end_beside()
             self.pack()
 
     def ended(self, name: str) -> str:
@@ -191,26 +200,59 @@ class Queue:
     def _comes_last(self, name: str) -> bool:
         return self.ended(name).startswith(("with", "at"))
 
-    def _end(self, running: Running) -> None:
-        running.stop()
-        running.note("with the others")
+    def _end_beside(self) -> None:
+        if self.beside is not None:
+            self.beside.stop()
+            self.beside.note("with the others")
+        self.beside = None
 
-    def _watch(self, name: str, job: Job, seconds: float) -> None:
-        """Run a job until it has ended, or its time is over."""
-        running = Running(name, job, self)
+    def _watch(self, waiting: dict[str, Job], deadline: float, beside: Job | None) -> None:
+        """Run jobs at once, each until it has ended, or its time is over."""
+        running: list[Running] = []
         try:
-            while running.process.poll() is None and time.monotonic() < running.began + seconds:
+            while waiting or running:
+                for name in list(waiting):
+                    if waiting[name].after not in waiting and waiting[name].after not in {
+                        each.name for each in running
+                    }:
+                        job = waiting.pop(name)
+                        left = deadline - GRACE - time.monotonic()
+                        if self._may_begin(name, job, left):
+                            self._beside(beside, deadline)
+                            running.append(Running(name, job, self, min(job.seconds, left)))
+                for each in [each for each in running if each.has_ended or each.is_late]:
+                    running.remove(each)
+                    self._note(each)
                 time.sleep(0.2)
                 self.pack()
-            in_time = running.process.poll() is not None
         finally:
-            # one that has ended may have left processes, too
-            running.stop()
-        code = running.process.returncode
-        cut = f"at its limit, {seconds} s" if seconds == job.seconds else f"stopped after {seconds:.0f} s"
+            for each in running:
+                self._note(each)
+
+    def _may_begin(self, name: str, job: Job, left: float) -> bool:
+        if self.ended(name) == WELL or left < job.least:
+            return False
+        if lacks := self._lacks(job):
+            print(f"\n== {name}: left out, because {lacks}", flush=True)
+        return not lacks
+
+    def _beside(self, beside: Job | None, deadline: float) -> None:
+        """Begin what runs beside others, or end it."""
+        if beside is None:
+            self._end_beside()
+        elif self.beside is None:
+            self.beside = Running("beside", beside, self, deadline)
+
+    def _note(self, running: Running) -> None:
+        """Keep how a job ended, which is stopped if it has not."""
+        in_time = running.has_ended
+        # one that has ended may have left processes, too
+        running.stop()
+        code, seconds = running.process.returncode, running.seconds
+        cut = f"at its limit, {seconds} s" if seconds == running.job.seconds else f"stopped after {seconds:.0f} s"
         running.note(cut if not in_time else f"with exit code {code}" if code else WELL)
-        print(f"\n== {name}: {self.ended(name)}", flush=True)
-        print("\n".join(line[:150] for line in self.log(name)[-6:]), flush=True)
+        print(f"\n== {running.name}: {self.ended(running.name)}", flush=True)
+        print("\n".join(line[:150] for line in self.log(running.name)[-6:]), flush=True)
 
     def log(self, name: str) -> list[str]:
         """The lines that a job has printed."""

@@ -1,9 +1,8 @@
-"""The arena: calibration samples, components that are dropped by ZS-SVD's rule, and choices that see no test text."""
+"""The arena: calibration samples, components that are dropped by ZS-SVD's rule, and a plan that sees no test text."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ pytest.importorskip("transformers")
 import arena_peers
 import arena_plans
 from arena import Cell, Protocol, calibration
-
-BY_RULE = argparse.Namespace(calibrate=None, smoothing=None, windows=None)
-DENSE = {"kind": "dense", "model": "smollm2", **dict.fromkeys(arena_plans.TEXTS, 10.0)}
-
-
-def tried(valid: float, news: float, test: float, **cell: Any) -> dict[str, Any]:
-    texts = {"valid": valid, "docstrings": news, "news": news, "test": test, "other": test}
-    return {"kind": "row", "model": "smollm2", "name": "ours", "removed": 0.2, **texts, **cell}
 
 
 @pytest.mark.parametrize("bos", [None, 7])
@@ -55,25 +46,10 @@ def test_components_go_from_the_last_until_enough_is_saved(data: st.DataObject) 
     assert saved >= wanted or all(count == 1 for count in counts.values())
 
 
-def test_settings_are_chosen_without_test_text_and_without_code() -> None:
-    rows = [
-        DENSE,
-        tried(12, 20, test=11),
-        tried(13, 14, test=99, calibrate="train+generated"),
-        tried(11, 11, test=11, calibrate="train+code"),
-        tried(11, 11, test=11, calibrate="train+prose", refine=250),
-    ]
-    for order in itertools.permutations(rows):
-        found = arena_plans.chosen(order, "smollm2", BY_RULE)
-        assert found == {"calibrate": "train+generated", "smoothing": ""}
-    by_hand = argparse.Namespace(calibrate="news", smoothing="1,0,0", windows=None)
-    assert arena_plans.chosen(rows, "smollm2", by_hand) == {"calibrate": "news", "smoothing": "1,0,0"}
-
-
-def test_the_plans_have_every_job_once_and_are_calibrated_on_no_text_that_is_measured() -> None:
-    for plan in (arena_plans.first_plan(), arena_plans.second_plan([DENSE], BY_RULE)):
-        keys = [job.key for job in dict.fromkeys(plan)]
-        assert len(keys) == len(set(keys))
-        # no job is calibrated on what is measured, nor on what is close to it
-        texts = {text for job in plan if job.cell for text in job.cell.calibrate.split("+")}
-        assert not texts & {"valid", "test", "other", "docstrings", "news"}
+def test_the_plan_has_every_job_once_and_is_calibrated_on_no_text_that_is_measured() -> None:
+    plan = arena_plans.plan()
+    keys = [job.key for job in plan]
+    assert len(keys) == len(set(keys))
+    # no job is calibrated on what is measured, nor on what is close to it
+    texts = {text for job in plan if job.cell for text in job.cell.calibrate.split("+")}
+    assert not texts & {"valid", "test", "other", "docstrings", "news"}

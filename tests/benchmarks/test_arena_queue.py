@@ -19,7 +19,7 @@ def test_a_row_says_its_commit_and_how_many_others_were_measured_beside_it(tmp_p
     arena_toys.make(tmp_path, TEXTS)
     dense, row = (
         {**arena_queue.perform(job, tmp_path, "cpu", toy=True), "job": job.key, "model": job.model, "kind": job.kind}
-        for job in (Job(model="smollm2", kind="dense"), ours("smollm2", 0.2))
+        for job in (Job(model="smollm2", kind="dense"), ours("smollm2", 0.2, calibrate="train"))
     )
     # a queue goes on at another commit with what was measured before
     dense["about"]["commit"] = "an earlier one"

@@ -217,6 +217,41 @@ def test_what_runs_beside_others_does_so_only_while_no_job_is_timed(tmp_path: Pa
     assert queue.ended("beside") == "with the others" and queue.jobs["beside"]["attempts"] == 2
 
 
+def test_neighbours_that_are_not_timed_run_at_once_and_timed_ones_alone(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "out", tmp_path / "work")
+    # each waits until it has seen the others, or for three seconds
+    ask = (
+        "import sys, time; from jobs import processes_of; end, seen = time.monotonic() + 3, set()\n"
+        "while time.monotonic() < end and len(seen) < int(sys.argv[4]):\n"
+        "    seen |= {name for name in 'abcd' if processes_of(f'{sys.argv[2]}:{name}:') and name != sys.argv[3]}\n"
+        "open(sys.argv[1], 'a').write(f'{sys.argv[3]}:{\"\".join(sorted(seen))} ')"
+    )
+    expected = {"a": "b", "b": "a", "c": "", "d": ""}
+    given = {
+        name: job(
+            ask, "{records}/seen.txt", queue.work, name, max(1, len(others)), timed=name == "c",
+            after="c" if name == "d" else "", record=f"{name}.json",
+        )
+        for name, others in expected.items()
+    }  # fmt: skip
+    queue.run(given, time.monotonic() + 60)
+    seen = dict(each.split(":") for each in (queue.records / "seen.txt").read_text().split())
+    assert seen == expected
+    assert all(queue.ended(name) == "well" for name in given)
+
+
+def test_a_job_goes_on_from_the_record_that_is_in_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/rows.json").write_text(json.dumps({"rows": [{"name": "older"}]}))
+    given = {"rows": job(MEASURE, "{records}/rows.json", 3, goes_on=True)}
+    for _ in range(2):
+        queue = Queue(tmp_path / "out", tmp_path / "work")
+        queue.run(given, time.monotonic() + 60)
+    rows = json.loads((queue.records / "rows.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["older", 1, 2]
+
+
 def test_records_are_taken_into_results_and_those_of_other_machines_stay(tmp_path: Path) -> None:
     out = tmp_path / "out"
     root = tmp_path / "root"
