@@ -299,7 +299,7 @@ def main() -> None:
 
         options.device = "cpu"
         arena_toys.make(options.folder, TEXTS)
-    jobs = [job for job in plan() if any(part in job.key for part in options.only.split(","))]
+    jobs = [job for job in plan() if any(part in job.key for part in options.only.strip(",").split(","))]
     if options.list:
         return print("\n".join(job.key for job in jobs))
     done = options.what == "show" or Queue(options.folder, options.out, options).run(jobs)

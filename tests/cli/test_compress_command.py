@@ -131,8 +131,8 @@ def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_wit
             if title.startswith(self.stop):
                 raise KeyboardInterrupt
 
-    # before anything was learned, and after
-    for moment in ("trying", "healing at"):
+    # before the text was read, before anything was learned, and after
+    for moment in ("reading the text", "trying", "healing at"):
         with monkeypatch.context() as patch:
             patch.setattr(progress, "Lines", Impatient)
             patch.setattr(Impatient, "stop", moment)

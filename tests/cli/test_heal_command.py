@@ -79,3 +79,16 @@ def test_ctrl_c_leaves_what_the_same_command_goes_on_with(
 def test_what_is_missing_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["heal", str(place / "decoder-small")]) == 2
     assert "`rankwise heal` needs --text FILE, --teacher MODEL, --out FOLDER" in capsys.readouterr().err
+
+
+def test_a_file_may_be_called_generated(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "generated").write_text((place / "text.txt").read_text())
+    for text, own in (("./generated", False), ("generated", True)):
+        given = words(place, tmp_path / f"healed-{own}", "--lr", 1e-3)
+        given[given.index("--text") + 1] = text
+        assert run(given) == 0
+        card = (tmp_path / f"healed-{own}/README.md").read_text()
+        assert ("windows of the dense model's own" in card) == own

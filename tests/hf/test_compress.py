@@ -34,6 +34,7 @@ from rankwise.deploy.inputs import (
     text_windows,
 )
 from rankwise.files import sealed, write_json
+from rankwise.hf.generated import generated
 from rankwise.hf.loading import PretrainedModel, generated_windows
 from rankwise.modules import PivotLinear
 from rankwise.oneshot import default_plan, sampled_loss
@@ -318,6 +319,18 @@ def test_text_is_generated_whatever_settings_a_folder_has_for_answers(place: Pat
         found.append(torch.stack(generated_windows(model, calibration, SpecialTokens((1,))).used))
     assert torch.equal(*found)
     assert model.generation_config.repetition_penalty == 9.0
+
+
+def test_text_is_generated_by_any_seed_and_without_an_end_that_is_a_word(place: Path) -> None:
+    model: Any = PretrainedModel(str(place / "llama-tied")).load()
+    assert torch.equal(
+        generated(model, 2, 6, SpecialTokens(), seed=3), generated(model, 2, 6, SpecialTokens(), seed=3 + 2**63)
+    )
+    words = model.config.vocab_size
+    for end in (None, 0, words, -1):
+        model.config.eos_token_id = end
+        windows = generated(model, 2, 6, SpecialTokens())
+        assert windows.shape == (2, 6) and int(windows.max()) < words
 
 
 def test_text_is_generated_by_a_model_with_several_ends_of_a_text(place: Path) -> None:

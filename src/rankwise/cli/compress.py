@@ -141,7 +141,7 @@ def compress(options: Options) -> None:
     settings["dtype"] = dtype_of(options)
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
-    texts = [Path(name) for name in options.calibration if name not in ("none", "generated")]
+    texts = [Path(name) for name in _named(options) if name != "generated"]
     if options.heal and not texts and not _generates(options, source):
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     settings["calibration"] = _calibration(options, source, texts)
@@ -152,12 +152,10 @@ def compress(options: Options) -> None:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
     if options.heal:
         healed = _heal(options, texts, asked, generated=_generates(options, source))
-    _show(options, made, healed, texts, has_text=settings["calibration"] is not None or bool(options.calibration))
+    _show(options, made, healed, has_text=settings["calibration"] is not None or bool(options.calibration))
 
 
-def _show(
-    options: Options, made: Compressed | None, healed: Healed | None, texts: list[Path], *, has_text: bool
-) -> None:
+def _show(options: Options, made: Compressed | None, healed: Healed | None, *, has_text: bool) -> None:
     """What was made, in words or as JSON; None: what an earlier command made."""
     if options.json:
         found = {} if made is None else {**dataclasses.asdict(made), "remarks": made.remarks()}
@@ -167,7 +165,7 @@ def _show(
     if made is not None:
         for line in [*made.remarks(), *([] if has_text else [NO_TEXT])]:
             print(wrapped(line), file=sys.stderr)
-        close(f"{'; '.join(_figures(options.out, made))}.", *(() if healed else _following(options, made, texts)))
+        close(f"{'; '.join(_figures(options.out, made))}.", *(() if healed else _following(options, made)))
     if healed is not None:
         print(wrapped(str(healed)))
 
@@ -213,10 +211,14 @@ def _heal(options: Options, texts: list[Path], asked: dict[str, Any], *, generat
         return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
 
 
-def _following(options: Options, made: Compressed, texts: list[Path]) -> tuple[str, ...]:
+def _named(options: Options) -> list[str]:
+    """The texts as they were given."""
+    return [name for name in options.calibration if name != "none"]
+
+
+def _following(options: Options, made: Compressed) -> tuple[str, ...]:
     """The command that is useful next: healing where something was lost, otherwise export."""
-    if texts and options.method == "svd" and made.quality is not None:
-        named = [*map(str, texts), *(["generated"] if "generated" in options.calibration else [])]
+    if (named := _named(options)) and options.method == "svd" and made.quality is not None:
         given = [word for name in named for word in ("--text", name)]
         return ("rankwise", "heal", options.out, "--teacher", options.subject, *given, "--out", f"{options.out}-healed")
     return ("rankwise", "export", options.out, "--to", "onnx")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 
-GENERATED = Path("generated")
+GENERATED = "generated"
 SETTINGS = ("steps", "lr", "batch_size", "window", "valid", "accumulate", "device", "seed", "overwrite")
 
 
@@ -18,7 +18,6 @@ SETTINGS = ("steps", "lr", "batch_size", "window", "valid", "accumulate", "devic
     Argument(
         "--text FILE",
         "A text like those the model is for; generated: the dense model's own, of a decoder. Repeatable.",
-        Path,
         required=True,
         several=True,
     ),
@@ -55,7 +54,7 @@ def heal(options: Options) -> None:
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     # a switch that is left out leaves the choice to the size of the model
     settings["checkpointing"] = options.checkpointing or None
-    texts = [path for path in options.text if path != GENERATED]
+    texts = [name for name in options.text if name != GENERATED]
     settings["generated"] = GENERATED in options.text
     with watching() as watcher:
         healed = heal_folder(

@@ -20,13 +20,16 @@ AT_ONCE = 64
 @torch.no_grad()
 def generated(model: Any, number: int, length: int, special: SpecialTokens, *, seed: int = 0) -> Tensor:
     """Windows of `length` tokens, word by word as likely as the model finds them, each from the beginning of a text."""
-    ends = getattr(model.config.get_text_config(), "eos_token_id", None) or 0
+    config = model.config.get_text_config()
+    ends = getattr(config, "eos_token_id", None)
     # what ends a text also comes before one; a model may have several such tokens
-    first = special.before or (ends[0] if isinstance(ends, list) else ends,)
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    is_known = isinstance(end, int) and 0 <= end < config.vocab_size
+    first = special.before or (end if is_known else 0,)
     more = length - len(special.before)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**63)
         found = [
             model.generate(
                 torch.tensor([first] * min(AT_ONCE, number - done), device=model.device),

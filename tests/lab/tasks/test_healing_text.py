@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.errors import DataError
@@ -65,24 +66,43 @@ def test_texts_of_their_own_are_held_out_if_they_are_given(tmp_path: Path) -> No
     assert found.fingerprint != read_healing_text(encode, [text], [], number=20, window=6, special=BOS).fingerprint
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.integers(0, 3), number=st.integers(8, 60), made=st.integers(2, 40), has_valid=st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(30, 900), max_size=3),
+    number=st.integers(8, 90),
+    most=st.integers(2, 40),
+    has_valid=st.booleans(),
+)
 def test_what_the_dense_model_writes_has_the_share_of_a_text(
-    tmp_path: Path, texts: int, number: int, made: int, has_valid: bool
+    tmp_path: Path, sizes: list[int], number: int, most: int, has_valid: bool
 ) -> None:
-    files = [numbers(tmp_path / f"{place}.txt", 1_000 * place, 1_000 * place + 900) for place in range(1, texts + 1)]
+    """Also beside short texts, which have fewer windows than are asked for."""
+    files = [numbers(tmp_path / f"{i}.txt", 1_000 * i, 1_000 * i + size) for i, size in enumerate(sizes, 1)]
     valid = [numbers(tmp_path / "valid.txt", 9_000, 9_100)] if has_valid else []
-    own_NT = torch.arange(20_000, 20_000 + 6 * made).view(made, 6)
-    found = read_healing_text(encode, files, valid, number=number, window=6, special=BOS, generate=lambda: own_NT)
-    own = [window for window in found.train_NT.tolist() if window[1] >= 20_000]
+
+    def write(wanted: int) -> Tensor:
+        rows = min(wanted, most)
+        return torch.arange(20_000, 20_000 + 6 * rows).view(rows, 6)
+
+    found = read_healing_text(encode, files, valid, number=number, window=6, special=BOS, generate=write)
+    own = [tuple(window) for window in found.train_NT.tolist() if window[1] >= 20_000]
     of_texts = len(found.train_NT) - len(own)
-    assert len(own) == max(number // (texts + 1), of_texts // max(texts, 1))
+    if sizes:
+        # no more than the average text, and a share of what is asked for where texts are long enough
+        assert len(own) <= of_texts / len(sizes)
+        assert len(own) >= min(of_texts // len(sizes), number // (len(sizes) + 1)) or most == 2
+    else:
+        assert len(own) == number
     # each about as often as the others, and none that is held out
-    times = [own.count(window) for window in own]
-    assert max(times) - min(times) <= 1
-    held_out = [window for window in found.held_out_NT.tolist() if window[1] >= 20_000]
+    times = [own.count(window) for window in set(own)]
+    assert not times or max(times) - min(times) <= 1
+    held_out = [tuple(window) for window in found.held_out_NT.tolist() if window[1] >= 20_000]
     assert bool(held_out) != has_valid
-    assert not any(window in own for window in held_out)
+    assert not set(held_out) & set(own)
+    # what is said of them: how many tokens there are, each counted once
+    different = {tuple(window) for window in found.train_NT.tolist()}
+    assert found.record()["tokens"]["train"] == 6 * len(different)
+    assert found.own == len(own) and (not own or found.times == len(own) / len(set(own)))
 
 
 @given(number=st.integers(1, 40), size=st.integers(1, 8), seed=st.integers(0, 2**64))

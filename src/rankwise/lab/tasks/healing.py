@@ -40,6 +40,10 @@ class HealingText:
     name: str
     train_NT: Tensor
     held_out_NT: Tensor
+    own: int = 0
+    """Windows at the end of `train_NT` that the dense model has written."""
+    times: float = 1.0
+    """How often each of these stands there."""
 
     @property
     def fingerprint(self) -> str:
@@ -53,7 +57,8 @@ class HealingText:
         return self.train_NT.shape[1]
 
     def record(self) -> dict[str, Any]:
-        tokens = {"train": self.train_NT.numel(), "valid": self.held_out_NT.numel()}
+        again = self.own - round(self.own / self.times)
+        tokens = {"train": (len(self.train_NT) - again) * self.window, "valid": self.held_out_NT.numel()}
         return {"name": self.name, "tokens": tokens, "fingerprint": self.fingerprint}
 
 
@@ -65,7 +70,7 @@ def read_healing_text(
     number: int,
     window: int,
     special: SpecialTokens,
-    generate: Callable[[], Tensor] | None = None,
+    generate: Callable[[int], Tensor] | None = None,
 ) -> HealingText:
     """Windows to train on, from each text by its size, and windows that are held out.
 
@@ -73,8 +78,8 @@ def read_healing_text(
         valid: texts to hold out instead of the ends of `texts`.
         number: windows that training asks for; a short text has fewer, which are then read again.
         special: tokens around every window.
-        generate: gives windows that the dense model generates, (N, T); as many are read as of a text on average, some
-            of them again.
+        generate: gives so many windows that the dense model writes, or fewer, which are repeated: as many stand in the
+            result as of a text on average.
     """
     train: list[Tensor] = []
     held_out: list[Tensor] = []
@@ -98,20 +103,24 @@ def read_healing_text(
         train += divide(found, share * rest)
     for found, _ in windows(valid, HELD_OUT, 0):
         held_out += found
-    names = [path.name for path in texts]
+    names, times = [path.name for path in texts], 1.0
     if generate is not None:
-        own_NT = generate()
-        # where few windows are asked for, texts give more, as they have fewer to hold out
-        own = max(own, len(train) // max(1, len(texts)))
-        again = divide(list(own_NT), HELD_OUT - rest)
-        train += (again * math.ceil(own / max(1, len(again))))[:own]
-        names.append(f"{len(own_NT)} windows of the dense model's own")
+        # a short text has fewer
+        own = min(own, len(train) // len(texts)) if texts else own
+        more = 0 if valid else math.ceil(HELD_OUT - rest)
+        written = list(generate(own + more))
+        names.append(f"{len(written)} windows of the dense model's own")
+        once = divide(written, HELD_OUT - rest)[:own]
+        own = own if once else 0
+        times = own / max(1, len(once))
+        train += (once * math.ceil(times))[:own]
     if not train:
         raise DataError(
             f"{TEXT} must hold at least 2 windows of {window} tokens, one of them to hold out, but "
             f"{texts[0] if texts else 'what is generated'} has 1. Give a longer text, or shorter windows."
         )
-    return HealingText(name=", ".join(names), train_NT=torch.stack(train), held_out_NT=torch.stack(held_out))
+    parts = {"train_NT": torch.stack(train), "held_out_NT": torch.stack(held_out)}
+    return HealingText(name=", ".join(names), **parts, own=own, times=times)
 
 
 def _size(file: Path) -> int:

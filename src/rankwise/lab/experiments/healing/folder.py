@@ -110,14 +110,38 @@ def heal_folder(
         raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
     pair.check_target(target, overwrite)
-    watcher = watcher or Watcher()
+    watcher, place = watcher or Watcher(), _work_folder(target)
+    is_new = not place.exists()
+    _begin(place, pair, about)
     watcher.phase("generating text" if config.generated else "reading the text")
-    folder_of_state = _work_folder(target)
-    fingerprint = pair.read(_paths(texts), _paths(valid), folder_of_state)
-    work = Work(folder_of_state, pair, {"text": fingerprint, ABOUT: about}, watcher)
+    try:
+        fingerprint = pair.read(_paths(texts), _paths(valid), place)
+    except RankwiseError:
+        if is_new:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    work = Work(place, pair, {"text": fingerprint, ABOUT: about}, watcher)
     for note in pair.notes:
         say(note)
     return work.run(target, overwrite, say)
+
+
+def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
+    """Refuse to go on with what differs, before text is written or read; and note that a healing has begun."""
+    asked = json.loads(json.dumps({**pair.made_from(), ABOUT: about, "settings": asdict(pair.config)}))
+    if (before := _learned(place)) is not None:
+        check_same({name: before["of"].get(name) for name in asked}, asked, place)
+    else:
+        place.mkdir(parents=True, exist_ok=True)
+        write_file(place / STATE, {"of": {ABOUT: asked[ABOUT]}, "rates": {}, "seconds": 0.0})
+
+
+def _learned(place: Path) -> dict[str, Any] | None:
+    """The state of a healing; None where nothing was learned yet, so that nothing is lost by other settings."""
+    before = read_json(place / STATE, "of", "rates", "seconds")
+    if before is not None and not before["rates"] and not any(place.glob("*/checkpoints/step-*")):
+        return None
+    return before
 
 
 def _paths(given: Place | Sequence[Place]) -> list[Path]:
@@ -184,10 +208,7 @@ class Work:
         made_from = {**pair.made_from(), **more, "settings": asdict(pair.config)}
         # as JSON gives it back: a tuple is a list there
         self.of: dict[str, Any] = json.loads(json.dumps(made_from))
-        before = read_json(folder / STATE, "of", "rates", "seconds")
-        # where nothing was learned yet, nothing is lost by other settings
-        if before is not None and not before["rates"] and not any(folder.glob("*/checkpoints/step-*")):
-            before = None
+        before = _learned(folder)
         if before is not None:
             check_same(before["of"], self.of, folder)
         state = before or {"of": self.of, "rates": {}, "seconds": 0.0}

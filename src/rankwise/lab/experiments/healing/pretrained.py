@@ -5,8 +5,10 @@ What can be refused without the weights is refused first: kinds, vocabularies, q
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -19,9 +21,9 @@ from rankwise.core.budget import count
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.deploy.inputs import KeptBack, encoder, is_decoder, positions_of, special_tokens
 from rankwise.distill import Distillation
-from rankwise.errors import CheckpointError, DataError, InvalidValueError, RankwiseError, first_line
+from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.hub import source_of
-from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
+from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair, check_divides
 from rankwise.lab.experiments.saved_models import open_model
 from rankwise.lab.tasks.healing import HealingTask, check_known, parts_of_batch, read_healing_text
 from rankwise.lab.tasks.pretrained import quiet
@@ -33,8 +35,8 @@ CHECKPOINTED = 1_000_000_000
 """Parameters from which on activations are computed again in the backward pass, where nobody says whether."""
 OFTEN = 4
 """More passes over a text than that are worth a line."""
-MOST_GENERATED = {"cuda": 1024, "cpu": 64}
-"""Windows that the dense model generates. Where training reads more, it reads these again."""
+MOST_WRITTEN, MOST_WRITTEN_CPU = 1024, 64
+"""Windows that the dense model writes. Where training reads more, it reads these again."""
 
 
 class PretrainedPair(Pair):
@@ -99,9 +101,13 @@ class PretrainedPair(Pair):
                 "loads. Save the tokenizer beside the model."
             )
         number, special = self.config.steps * self.config.batch_size, special_tokens(tokenizer, self.about)
+        if self.config.generated and own is not None and other is not None:
+            # before anything is written: words from all over the vocabulary
+            some = torch.linspace(0, min(len(own), len(other), self.words) - 1, 64).long()
+            _check_tokenizers(own, other, some, self.teacher_name)
         found = read_healing_text(
             encoder(tokenizer), texts, valid, number=number, window=self.window, special=special,
-            generate=partial(self._generated, number, special, folder) if self.config.generated else None,
+            generate=partial(self._written, special, folder) if self.config.generated else None,
         )  # fmt: skip
         check_known(found, tokenizer.unk_token_id, tokenizer.unk_token, self.words, self.folder)
         if own is not None and other is not None:
@@ -115,23 +121,41 @@ class PretrainedPair(Pair):
                 f"{found.name} has {found.train_NT.numel():,} tokens to train on, so each is read {times:.0f} times: "
                 "more text would heal better."
             )
+        if found.own and found.times * times > OFTEN:
+            self.notes.append(
+                f"The dense model has written {found.own / found.times:.0f} windows to train on, so each is read "
+                f"{found.times * times:.0f} times: more text would heal better, from a file or written on a GPU."
+            )
         self.held_out = f"{len(found.held_out_NT)} windows held out"
         return found.fingerprint
 
-    def _generated(self, number: int, special: SpecialTokens, folder: Path) -> Tensor:
+    def _written(self, special: SpecialTokens, folder: Path, number: int) -> Tensor:
         """Windows of the dense model's own, which are kept: a GPU would not draw the same ones again."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
         from rankwise.hf.generated import generated
 
-        number = min(number, MOST_GENERATED[self.device.type])
-        file = folder / f"generated-{number}x{self.window}-{self.config.seed}.safetensors"
-        if not file.exists():
-            found = generated(self._dense(), number, self.window, special, seed=self.config.seed)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file({"windows": found.contiguous()}, unfinished := file.with_suffix(".unfinished"))
-            unfinished.replace(file)
-        return load_file(file)["windows"]
+        number = min(number, MOST_WRITTEN_CPU if self.device.type == "cpu" else MOST_WRITTEN)
+        # a compressed model may have been calibrated on text of the seed itself
+        seed = self.config.seed + 1
+        of = f"{number} {self.window} {special.before} {seed} {self.made_from()['teacher']}"
+        file = folder / f"generated-{hashlib.sha256(of.encode()).hexdigest()[:16]}.safetensors"
+        with suppress(OSError, SafetensorError, KeyError):
+            kept = load_file(file)["windows"]
+            if kept.shape == (number, self.window):
+                return kept
+        try:
+            found = generated(self._dense(), number, self.window, special, seed=seed)
+        except torch.OutOfMemoryError as error:
+            raise RankwiseError(
+                "The dense model must write text within the memory of the GPU, but does not: "
+                f"{first_line(error)} Give shorter windows (--window {max(2, self.window // 2)}), or name a text."
+            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"windows": found.contiguous()}, unfinished := file.with_suffix(".unfinished"))
+        unfinished.replace(file)
+        return found
 
     def _dense(self) -> Any:
         return _plain(open_model(self.teacher_name)).to(self.device).eval().requires_grad_(False)
@@ -167,8 +191,7 @@ class PretrainedPair(Pair):
 
     def _accumulate(self, given: int | None) -> int:
         size = self.batch_size
-        if given is not None and size % given:
-            raise InvalidValueError(f"`accumulate` must divide the {size} windows of a batch, but is {given} instead.")
+        check_divides(given, size)
         # the answer for a token is as wide as the vocabulary at most
         return given or parts_of_batch(size, self.window, self.words, on_gpu=self.device.type != "cpu")
 
