@@ -101,7 +101,7 @@ class Cell:
     polish_lr: float = 1e-4
     heal: int = 0
     heal_generated: bool = False
-    """Whether the model is healed with text that the dense model generates, too."""
+    """Whether the model is healed once more, with text that the dense model generates beside the file."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -207,7 +207,9 @@ def polish(small: Any, dense: Any, windows: Tensor, cell: Cell, device: str) -> 
         optimizer.zero_grad()
 
 
-def heal(small: Any, dense: Path, text: Path, cell: Cell, device: str) -> tuple[Any, dict[str, Any]]:
+def heal(
+    small: Any, dense: Path, text: Path, steps: int, device: str, *, generated: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """By `rankwise heal`: the healed model, and what was done."""
     from rankwise.hf import save_pretrained
     from rankwise.hf.loading import load_model
@@ -217,7 +219,7 @@ def heal(small: Any, dense: Path, text: Path, cell: Cell, device: str) -> tuple[
         tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
         save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
         kind: Any = "auto" if device.startswith("cuda") else "cpu"
-        how: Any = {"steps": cell.heal, "generated": cell.heal_generated, "device": kind}
+        how: Any = {"steps": steps, "generated": generated, "device": kind}
         done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", **how)
         healed: Any = load_model(f"{place}/healed")
     about = {
@@ -251,10 +253,12 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
         polish(small, model, windows, cell, protocol.device)
         made["polished"] = measured(small, texts, protocol)
         made["polished"]["seconds"] = round(time.perf_counter() - start, 1)
-    if cell.heal:
-        assert text is not None
-        healed, about = heal(small, folder, text, cell, protocol.device)
-        made["healed"] = {**measured(healed, texts, protocol), **about}
+    for name, asked in {"healed": cell.heal, "healed, generated": cell.heal_generated}.items():
+        if asked:
+            assert text is not None
+            own = name != "healed"
+            healed, about = heal(small, folder, text, cell.heal, protocol.device, generated=own)
+            made[name] = {**measured(healed, texts, protocol), **about}
     return made
 
 

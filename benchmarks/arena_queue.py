@@ -270,7 +270,7 @@ def show(out: Path) -> None:
         if "failed" in row:
             print(f"{row['model']:8} failed: {about}: {row['failed'][:120]}")
             continue
-        for stage in ("", "polished", "healed"):
+        for stage in ("", "polished", "healed", "healed, generated"):
             of = {**row, **row.get(stage, {})} if stage else row
             if (stage and stage not in row) or "test" not in of:
                 continue

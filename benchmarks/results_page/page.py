@@ -297,8 +297,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "Calibrated on windows of WikiText-2's training text and as many that the dense model generates, blocks "
         "refined, and then healed by 300 steps of 16 windows of 512 tokens of that text (2.5 million tokens) at a rate "
         "that short trials chose. Steps, rate and windows of the refinement are those of the first three rows that are "
-        "best on validation text; peers are refined alike. One sample; by `benchmarks/arena_queue.py` at ab36b44, where "
-        "trials were a tenth of the steps and nothing generated healed. Now: `arena_queue.py FOLDER OUT run`.",
+        "best on validation text; peers are refined alike. One sample; by `benchmarks/arena_queue.py` at ab36b44, "
+        "where trials were a tenth of the steps and nothing generated healed. Now: `arena_queue.py FOLDER OUT run`.",
         _of("arena-smollm2-refined", sections.arena),
     ),
     (

@@ -218,26 +218,29 @@ def test_what_runs_beside_others_does_so_only_while_no_job_is_timed(tmp_path: Pa
 
 
 def test_neighbours_that_are_not_timed_run_at_once_and_timed_ones_alone(tmp_path: Path) -> None:
+    """The first two wait for each other; what runs when one begins is what has begun and has not ended."""
     queue = Queue(tmp_path / "out", tmp_path / "work")
-    # each waits until it has seen the others, or for three seconds
-    ask = (
-        "import sys, time; from jobs import processes_of; end, seen = time.monotonic() + 3, set()\n"
-        "while time.monotonic() < end and len(seen) < int(sys.argv[4]):\n"
-        "    seen |= {name for name in 'abcd' if processes_of(f'{sys.argv[2]}:{name}:') and name != sys.argv[3]}\n"
-        "open(sys.argv[1], 'a').write(f'{sys.argv[3]}:{\"\".join(sorted(seen))} ')"
+    code = (
+        "import sys, time; from pathlib import Path; place, name, other = Path(sys.argv[1]), *sys.argv[2:]\n"
+        "begun, ended = (sorted(each.stem for each in place.glob(f'*.{end}')) for end in ('begun', 'ended'))\n"
+        "(place / f'{name}.begun').touch()\n"
+        "end = time.monotonic() + 30\n"
+        "while other != 'nobody' and not (place / f'{other}.begun').exists() and time.monotonic() < end: pass\n"
+        "met = other == 'nobody' or (place / f'{other}.begun').exists()\n"
+        "(place / f'{name}.seen').write_text(f'{met} {sorted(set(begun) - set(ended))}')\n"
+        "(place / f'{name}.ended').touch()"
     )
-    expected = {"a": "b", "b": "a", "c": "", "d": ""}
+    (place := tmp_path / "place").mkdir()
+    others, timed = {"a": "b", "b": "a", "c": "nobody", "d": "nobody"}, {"c"}
     given = {
-        name: job(
-            ask, "{records}/seen.txt", queue.work, name, max(1, len(others)), timed=name == "c",
-            after="c" if name == "d" else "", record=f"{name}.json",
-        )
-        for name, others in expected.items()
-    }  # fmt: skip
-    queue.run(given, time.monotonic() + 60)
-    seen = dict(each.split(":") for each in (queue.records / "seen.txt").read_text().split())
-    assert seen == expected
+        name: job(code, place, name, other, timed=name in timed, after="c" if name == "d" else "", record=name)
+        for name, other in others.items()
+    }
+    queue.run(given, time.monotonic() + 100)
     assert all(queue.ended(name) == "well" for name in given)
+    seen = {name: (place / f"{name}.seen").read_text() for name in given}
+    assert all(text.startswith("True") for text in seen.values())
+    assert seen["c"] == seen["d"] == "True []"
 
 
 def test_a_job_goes_on_from_the_record_that_is_in_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
