@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from rankwise.core.budget import count
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.measure import evaluating
 
-AT_ONCE = 64
-"""Windows that are generated at a time."""
+AT_ONCE, AT_ONCE_SMALL, SMALL = 64, 256, 500_000_000
+"""Windows that are generated at a time, and by models of fewer parameters on a GPU, which leave most of it idle."""
 
 
 @torch.no_grad()
@@ -27,20 +28,21 @@ def generated(model: Any, number: int, length: int, special: SpecialTokens, *, s
     is_known = isinstance(end, int) and 0 <= end < config.vocab_size
     first = special.before or (end if is_known else 0,)
     more = length - len(special.before)
+    at_once = AT_ONCE_SMALL if model.device.type == "cuda" and count(model) < SMALL else AT_ONCE
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model), _plain_generation(model):
         torch.manual_seed(seed % 2**63)
         found = [
             model.generate(
-                torch.tensor([first] * min(AT_ONCE, number - done), device=model.device),
-                attention_mask=torch.ones(min(AT_ONCE, number - done), len(first), device=model.device).long(),
+                torch.tensor([first] * min(at_once, number - done), device=model.device),
+                attention_mask=torch.ones(min(at_once, number - done), len(first), device=model.device).long(),
                 max_new_tokens=more,
                 min_new_tokens=more,
                 do_sample=True,
                 top_k=0,
                 use_cache=True,
             ).cpu()
-            for done in range(0, number, AT_ONCE)
+            for done in range(0, number, at_once)
         ]
     # where nothing is to come first, the token that text was generated from goes
     windows = torch.cat(found)
