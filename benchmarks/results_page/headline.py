@@ -28,7 +28,7 @@ def headline(found: Results) -> Table:
     rows = [_ten_minutes(found["enwik8-sru-10min"])]
     rows += [_language_model(found, *row) for row in LANGUAGE_MODELS]
     rows += [_fine_tuned(found["glue-mpnet"], "ours-35"), _fine_tuned(found["glue-mpnet"], "ours-60")]
-    rows.append(_one_shot(found["arena-smollm2"]))
+    rows += _one_shot(found["arena-smollm2-refined"])
     return Table(COLUMNS, tuple(rows))
 
 
@@ -66,9 +66,12 @@ def _fine_tuned(record: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return title, *_sizes(control[0]["parameters"], small[0]["parameters"]), *scores, ""
 
 
-def _one_shot(record: Mapping[str, Any]) -> tuple[str, ...]:
-    dense = record["dense"]
-    small = next(row for row in record["rows"] if row["name"] == "ours" and row["removed"] == 0.2)
-    sizes = _sizes(dense["parameters"], small["parameters"])
+def _one_shot(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    dense, rows = record["dense"], [row for row in record["rows"] if "healed" in row]
+    made = {row["removed"]: (_sizes(dense["parameters"], row["parameters"]), row) for row in rows}
     title = "SmolLM2-135M, compressed without labels, perplexity"
-    return title, *sizes, f"{dense['test']:.1f}", f"{small['test']:.1f}", ""
+    (sizes, small), (smaller_sizes, smaller) = made[0.2], made[0.3]
+    return [
+        (title, *sizes, f"{dense['test']:.1f}", f"{small['test']:.1f}", ""),
+        ("the same, then healed", *smaller_sizes, f"{dense['test']:.1f}", f"{smaller['healed']['test']:.1f}", ""),
+    ]
