@@ -140,6 +140,16 @@ def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_wit
         capsys.readouterr()
         assert run([*words, "--removed", "0.5", "--overwrite"]) == 2
         assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
+    # another model that was compressed there since is not healed in its place
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "Lines", Impatient)
+        patch.setattr(Impatient, "stop", "reading the text")
+        assert run([*words, "--removed", "0.2", "--out", str(tmp_path / "other")]) == 130
+    assert (
+        run([*words[: words.index("--heal")], "--removed", "0.5", "--out", str(tmp_path / "other"), "--overwrite"]) == 0
+    )
+    assert run([*words, "--removed", "0.2", "--out", str(tmp_path / "other")]) == 2
+    assert "must be new" in capsys.readouterr().err
     assert run([*words, "--removed", "0.2"]) == 0
     assert rw.count(rw.load(tmp_path / "small")) <= 0.8 * rw.count(rw.load(finished / "dense" / "model"))
 

@@ -147,6 +147,7 @@ def compress(options: Options) -> None:
     settings["calibration"] = _calibration(options, source, texts)
     made, healed = None, None
     asked |= sizes | {name: getattr(options, name) for name in ("windows", "window", "embeddings", "dtype")}
+    asked |= {"model": options.subject, "calibration": options.calibration, "measure": list(map(str, options.measure))}
     if not (options.heal and is_unfinished(options.out, asked)):
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)

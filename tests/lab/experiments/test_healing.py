@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import rankwise as rw
 from rankwise.errors import RankwiseError
@@ -300,16 +301,72 @@ def test_what_was_written_once_and_is_read_often_is_told(place: Path, tmp_path: 
     # beside a short text there are no more of them than it has windows
     said.clear()
     heal_folder(place / "decoder-small", place / "decoder", [text], tmp_path / "beside", **more)
-    assert any("short.txt" in line for line in said)
-    assert json.loads((tmp_path / "beside/config.json").read_text())
+    of_text, own = said
+    (tokens,) = re.findall(r"short.txt, (?:\d+) windows of the dense model's own has (\d+) tokens to train on", of_text)
+    (windows,) = re.findall(r"has written (\d+) windows to train on", own)
+    assert 2 * int(windows) <= int(tokens) / 12 <= 2 * int(windows) + 1
     with pytest.raises(RankwiseError, match="`generated` must be True or False, but is 'no' instead"):
         heal_folder(place / "decoder-small", place / "decoder", [], tmp_path / "no", **{**more, "generated": "no"})
+
+
+def test_text_too_short_for_a_share_goes_without(place: Path, tmp_path: Path) -> None:
+    few = [text_file(tmp_path / f"{name}.txt", words=words) for name, words in (("a", 11), ("b", 22))]
+    for name, more in (("few", {}), ("steps", {"steps": 2, "batch_size": 1})):
+        given = {**QUICK, "lr": 1e-3, "generated": True, **more}
+        result = heal_folder(place / "decoder-small", place / "decoder", few, tmp_path / name, **given)
+        assert result.tokens > 0
+
+
+@pytest.mark.parametrize("whose", ["decoder-small", "decoder"])
+def test_a_healing_goes_on_with_the_weights_that_it_began_with_alone(place: Path, tmp_path: Path, whose: str) -> None:
+    for name in ("decoder-small", "decoder"):
+        shutil.copytree(place / name, tmp_path / name)
+
+    def heal(**more: Any) -> Healed:
+        given = (tmp_path / "decoder-small", tmp_path / "decoder", [place / "text.txt"], tmp_path / "out")
+        return heal_folder(*given, **QUICK, lr=3e-3, **more)
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(watcher=Phases("healing at a rate of 0.003", 5))
+    file = tmp_path / whose / "model.safetensors"
+    before = file.read_bytes()
+    save_file({name: 1.01 * tensor for name, tensor in weights(file.parent).items()}, file, {"format": "pt"})
+    with pytest.raises(RankwiseError, match="`(student|teacher)` was .* and is now"):
+        heal()
+    file.write_bytes(before)
+    assert heal().after > 0
+
+
+def test_a_rate_that_fails_may_be_replaced(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.lab.experiments.healing import folder
+
+    stock = folder.fit
+
+    def fit(model: Any, task: Any, config: Any, *args: Any, **more: Any) -> Any:
+        outcome = stock(model, task, config, *args, **more)
+        if config.lr > 1e-4:
+            raise DivergedError("The loss must stay finite")
+        return outcome
+
+    monkeypatch.setattr(folder, "fit", fit)
+    for lr in (None, 1e-3):
+        with pytest.raises((RankwiseError, DivergedError)):
+            healed(place, "decoder", tmp_path / "out", lr=lr, rates=(1e-3,))
+    assert healed(place, "decoder", tmp_path / "out", lr=1e-5, rates=(1e-3,)).lr == 1e-5
+
+
+def test_files_of_others_are_not_taken_for_a_state(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.healing").mkdir()
+    (tmp_path / "out.healing/mine.txt").write_text("mine")
+    with pytest.raises(RankwiseError, match="out.healing must be where a healing keeps its state, but holds other"):
+        healed(place, "decoder", tmp_path / "out", lr=1e-3)
+    assert (tmp_path / "out.healing/mine.txt").read_text() == "mine"
 
 
 def test_a_refused_healing_leaves_nothing(place: Path, tmp_path: Path) -> None:
     texts = [tmp_path / "none.txt"]
     with pytest.raises(RankwiseError, match="`text` must be a text"):
-        heal_folder(place / "decoder-small", place / "decoder", texts, tmp_path / "out", **QUICK)
+        heal_folder(place / "decoder-small", place / "decoder", texts, tmp_path / "a/b/out", **QUICK)
     assert list(tmp_path.iterdir()) == []
 
 

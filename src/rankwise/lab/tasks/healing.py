@@ -104,15 +104,15 @@ def read_healing_text(
     for found, _ in windows(valid, HELD_OUT, 0):
         held_out += found
     names, times = [path.name for path in texts], 1.0
-    if generate is not None:
-        # a short text has fewer
-        own = min(own, len(train) // len(texts)) if texts else own
+    # a short text has fewer
+    own = min(own, len(train) // len(texts)) if texts else own
+    if generate is not None and own:
         more = 0 if valid else math.ceil(HELD_OUT - rest)
         written = list(generate(own + more))
         names.append(f"{len(written)} windows of the dense model's own")
         once = divide(written, HELD_OUT - rest)[:own]
         own = own if once else 0
-        times = own / max(1, len(once))
+        times = own / len(once) if once else 1.0
         train += (once * math.ceil(times))[:own]
     if not train:
         raise DataError(

@@ -20,9 +20,9 @@ from torch import nn
 
 from rankwise.core.budget import count
 from rankwise.deploy.inputs import ERROR
-from rankwise.errors import InvalidValueError, RankwiseError, first_line
+from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
-from rankwise.lab.experiments.healing.pair import MOST_RATES, RATES, REMEDY, HealingConfig, Pair
+from rankwise.lab.experiments.healing.pair import MOST_RATES, RATES, REMEDY, HealingConfig, Pair, state_of
 from rankwise.lab.experiments.healing.pretrained import PretrainedPair
 from rankwise.lab.experiments.healing.streams import StreamPair
 from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
@@ -111,14 +111,14 @@ def heal_folder(
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
     pair.check_target(target, overwrite)
     watcher, place = watcher or Watcher(), _work_folder(target)
-    is_new = not place.exists()
+    missing = [folder for folder in (place, *place.parents) if not folder.exists()]
     _begin(place, pair, about)
     watcher.phase("generating text" if config.generated else "reading the text")
     try:
         fingerprint = pair.read(_paths(texts), _paths(valid), place)
     except RankwiseError:
-        if is_new:
-            shutil.rmtree(place, ignore_errors=True)
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
         raise
     work = Work(place, pair, {"text": fingerprint, ABOUT: about}, watcher)
     for note in pair.notes:
@@ -131,17 +131,21 @@ def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
     asked = json.loads(json.dumps({**pair.made_from(), ABOUT: about, "settings": asdict(pair.config)}))
     if (before := _learned(place)) is not None:
         check_same({name: before["of"].get(name) for name in asked}, asked, place)
-    else:
-        place.mkdir(parents=True, exist_ok=True)
-        write_file(place / STATE, {"of": {ABOUT: asked[ABOUT]}, "rates": {}, "seconds": 0.0})
+        return
+    if place.is_dir() and any(place.iterdir()) and not (place / STATE).exists():
+        raise CheckpointError(
+            f"{place} must be where a healing keeps its state, but holds other files. Move it, or choose another name "
+            "for the result."
+        )
+    write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
 
 
 def _learned(place: Path) -> dict[str, Any] | None:
     """The state of a healing; None where nothing was learned yet, so that nothing is lost by other settings."""
     before = read_json(place / STATE, "of", "rates", "seconds")
-    if before is not None and not before["rates"] and not any(place.glob("*/checkpoints/step-*")):
-        return None
-    return before
+    if before is None or any(loss is not None for loss in before["rates"].values()):
+        return before
+    return before if any(place.glob("*/checkpoints/step-*")) else None
 
 
 def _paths(given: Place | Sequence[Place]) -> list[Path]:
@@ -149,13 +153,15 @@ def _paths(given: Place | Sequence[Place]) -> list[Path]:
 
 
 def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
-    """Whether a healing that writes to `out` was stopped, so that the same call goes on; with another `about` it may
+    """Whether a healing of what is in `out` was stopped, so that the same call goes on; with another `about` it may
     not."""
     folder = _work_folder(Path(out))
     before = read_json(folder / STATE, "of")
-    if before is not None:
-        check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
-    return before is not None
+    # what was written there since is another model
+    if before is None or before["of"].get("student") != state_of(_model_of(os.fspath(out))):
+        return False
+    check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
+    return True
 
 
 def _work_folder(out: Path) -> Path:
@@ -240,7 +246,9 @@ class Work:
         done = f"Distilled from {pair.teacher_name} on {record['corpus']['name']}: {healed.figures}; {healed.training}."
         for line in pair.save(model, out, after, done, overwrite):
             say(line)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # whole or not at all
+        os.replace(self.folder, done_with := self.folder.with_name(f".{self.folder.name}.done"))
+        shutil.rmtree(done_with, ignore_errors=True)
         return healed
 
     def _best_rate(self) -> float:
@@ -281,6 +289,10 @@ class Work:
                 pair.load(), pair.task, config, self.folder / name, teacher=pair.teacher, about=self.of,
                 progress=self.watcher,
             )  # fmt: skip
+        except DivergedError:
+            # with another rate it may be tried again
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            raise
         except torch.OutOfMemoryError as error:
             raise RankwiseError(
                 f"A step must fit into the memory of the GPU, but does not in {config.accumulate} parts: "

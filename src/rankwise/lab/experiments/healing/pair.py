@@ -7,6 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +25,7 @@ MOST_RATES = 6
 """Rates that are tried in all."""
 LEAST_TRIED = 5
 """Steps of the shortest trial of a learning rate."""
+STATE_OF = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """What is read of a file of weights to tell whether it is the same."""
 REMEDY = "Give the dense model that it was made from."
@@ -148,14 +150,17 @@ class Pair(ABC):
 
     def made_from(self) -> dict[str, str]:
         """Tells whether folders are the same as before, without reading their weights."""
-        return {"student": _state_of(self.folder), "teacher": _state_of(self.teacher_name)}
+        return {"student": state_of(self.folder), "teacher": state_of(self.teacher_name)}
 
 
-def _state_of(name: str) -> str:
-    """Names, sizes and samples of the files of a folder: weights that were trained on differ everywhere."""
-    sha = hashlib.sha256(b"" if os.path.isdir(name) else name.encode())
+def state_of(name: str) -> str:
+    """Names, sizes and samples of the files of a folder: weights that were trained on differ everywhere.
+
+    Of a model on the hub, its name and the commit that is here.
+    """
+    sha = hashlib.sha256(b"" if os.path.isdir(name) else f"{name} {_commit_of(name)}".encode())
     for path in sorted(Path(name).glob("*")) if os.path.isdir(name) else ():
-        if path.suffix in (".json", ".safetensors"):
+        if path.suffix in STATE_OF and path.is_file():
             size = path.stat().st_size
             sha.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
@@ -163,3 +168,12 @@ def _state_of(name: str) -> str:
                     file.seek(place * size // SAMPLES)
                     sha.update(file.read(SAMPLE_BYTES))
     return sha.hexdigest()
+
+
+def _commit_of(name: str) -> str:
+    with suppress(ImportError, ValueError, OSError):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+        return Path(found).parent.name if isinstance(found, str) else ""
+    return ""

@@ -28,6 +28,7 @@ from rankwise.lab.experiments.saved_models import open_model
 from rankwise.lab.tasks.healing import HealingTask, check_known, parts_of_batch, read_healing_text
 from rankwise.lab.tasks.pretrained import quiet
 from rankwise.lab.training.config import LoopConfig
+from rankwise.lab.training.records import unwritable
 
 WINDOW, ENCODER_WINDOW = 512, 256
 """Tokens of a window, where nobody says how many."""
@@ -152,9 +153,11 @@ class PretrainedPair(Pair):
                 "The dense model must write text within the memory of the GPU, but does not: "
                 f"{first_line(error)} Give shorter windows (--window {max(2, self.window // 2)}), or name a text."
             ) from None
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({"windows": found.contiguous()}, unfinished := file.with_suffix(".unfinished"))
-        unfinished.replace(file)
+        try:
+            save_file({"windows": found.contiguous()}, unfinished := file.with_suffix(".unfinished"))
+            unfinished.replace(file)
+        except (OSError, SafetensorError) as error:
+            raise unwritable(folder, error if isinstance(error, OSError) else OSError(str(error))) from None
         return found
 
     def _dense(self) -> Any:
