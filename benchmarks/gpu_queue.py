@@ -67,6 +67,20 @@ TINY = "--tiny --layers 1 --repeats 2"
 TINY_RUN = "--base.steps 6 --training.steps 6 --method.anneal_steps 3 --training.eval_every 3 --base.eval_every 3"
 
 JOBS = {
+    "compress": Job(
+        command=f"{_script('gpu_compress')} --record {{records}}/gpu-compress.json",
+        toy="+ --tiny --layers 2 --windows 2",
+        seconds=400,
+        record="gpu-compress.json",
+        least=180,
+    ),
+    "decoder": Job(
+        command=f"{_script('gpu_decoder')} --variants '{VARIANTS}' --record {{records}}/gpu-decoder.json",
+        toy=f"+ {TINY}",
+        seconds=420,
+        record="gpu-decoder.json",
+        least=150,
+    ),
     "arena": Job(
         # it is stopped by this queue
         command=f"{_script('arena_queue')} {{data}}/arena {{records}} run --mps --minutes 60",
@@ -129,20 +143,6 @@ JOBS = {
         seconds=500,
         record="gpu-compress-offload.json",
         least=240,
-    ),
-    "decoder": Job(
-        command=f"{_script('gpu_decoder')} --variants '{VARIANTS}' --record {{records}}/gpu-decoder.json",
-        toy=f"+ {TINY}",
-        seconds=420,
-        record="gpu-decoder.json",
-        least=150,
-    ),
-    "compress": Job(
-        command=f"{_script('gpu_compress')} --record {{records}}/gpu-compress.json",
-        toy="+ --tiny --layers 2 --windows 2",
-        seconds=400,
-        record="gpu-compress.json",
-        least=180,
     ),
     "plain-training": Job(
         command=f"{_script('gpu_training')} --record {{records}}/gpu-training.json",
