@@ -41,7 +41,9 @@ from arena_peers import asvd, zs_svd
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.deploy.documents import SpecialTokens
 from rankwise.distill import Distillation, distillation_loss
+from rankwise.hf.generated import generated
 from rankwise.oneshot import Refinement, Smoothing
 
 EVEN: dict[str, Any] = {"layout": "pair", "embeddings": False, "target": "cpu", "loss": None, "ranks": "even"}
@@ -208,7 +210,7 @@ def polish(small: Any, dense: Any, windows: Tensor, cell: Cell, device: str) -> 
 
 
 def heal(
-    small: Any, dense: Path, text: Path, steps: int, device: str, *, generated: bool = False
+    small: Any, dense: Path, text: Path, steps: int, device: str, *, own: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """By `rankwise heal`: the healed model, and what was done."""
     from rankwise.hf import save_pretrained
@@ -219,7 +221,7 @@ def heal(
         tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
         save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
         kind: Any = "auto" if device.startswith("cuda") else "cpu"
-        how: Any = {"steps": steps, "generated": generated, "device": kind}
+        how: Any = {"steps": steps, "generated": own, "device": kind}
         done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", **how)
         healed: Any = load_model(f"{place}/healed")
     about = {
@@ -256,8 +258,7 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
     for name, asked in {"healed": cell.heal, "healed, generated": cell.heal_generated}.items():
         if asked:
             assert text is not None
-            own = name != "healed"
-            healed, about = heal(small, folder, text, cell.heal, protocol.device, generated=own)
+            healed, about = heal(small, folder, text, cell.heal, protocol.device, own=name != "healed")
             made[name] = {**measured(healed, texts, protocol), **about}
     return made
 
@@ -312,32 +313,11 @@ def tokenize(model: Path, out: Path, texts: Sequence[str]) -> None:
     np.savez_compressed(out, **found)
 
 
-@torch.no_grad()
 def generate(folder: Path, tokens: Path, number: int, length: int, device: str) -> None:
-    """Windows that the model generates, word by word as likely as it finds them, from BOS and from the first token.
-
-    The first token is what separates documents for some models (SmolLM2), and nothing for others.
-    """
+    """Windows that the model generates from BOS on, without it."""
     model = load(folder, device)
-    model.config.use_cache = True
-    torch.manual_seed(0)
-    found = {}
-    for name, first, wanted in (("generated", int(model.config.bos_token_id), number), ("generated-0", 0, number // 4)):
-        most = min(512, wanted)
-        parts = [
-            model.generate(
-                torch.full((min(most, wanted - done), 1), first, device=device),
-                attention_mask=torch.ones(min(most, wanted - done), 1, device=device).long(),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=1.0,
-            )[:, 1:].cpu()
-            for done in range(0, wanted, most)
-        ]
-        found[name] = torch.cat(parts).int().numpy()
+    first = SpecialTokens((int(model.config.bos_token_id),))
+    found = {"generated": generated(model, number, length + 1, first)[:, 1:].int().numpy()}
     # whole or not at all: other processes wait for it
     unfinished = tokens.with_suffix(".unfinished.npz")
     np.savez_compressed(unfinished, **found)

@@ -286,9 +286,12 @@ def arena(record: Record) -> Table:
     for row in rows:
         refined = row.get("refine", record["settings"]["refine"])
         sizes = (f"{row['removed']:.0%}", str(refined or ""), str(row["seed"]), f"{row['parameters']:,}")
-        after = row.get("healed") or row.get("polished")
-        trained = (f"{after[split]:,.1f}", f"{after['other']:,.1f}") if after else ("", "")
-        cells.append((row["name"], _made(row), *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}", *trained))
+        stages = {_made(row): row.get("healed") or row.get("polished")}
+        if "healed, generated" in row:
+            stages[f"{_made(row)}, with generated text too"] = row["healed, generated"]
+        for made, after in stages.items():
+            trained = (f"{after[split]:,.1f}", f"{after['other']:,.1f}") if after else ("", "")
+            cells.append((row["name"], made, *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}", *trained))
     names = ("", "made with", "removed", "refined", "sample", "parameters", "WikiText-2", "other text")
     columns = (*names, "then trained, WikiText-2", "other text")
     # columns that no row fills are left out

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from rankwise.cli.command import Argument, Options, command
 
-GENERATED = "generated"
 SETTINGS = ("steps", "lr", "batch_size", "window", "valid", "accumulate", "device", "seed", "overwrite")
 
 
@@ -54,8 +53,8 @@ def heal(options: Options) -> None:
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     # a switch that is left out leaves the choice to the size of the model
     settings["checkpointing"] = options.checkpointing or None
-    texts = [name for name in options.text if name != GENERATED]
-    settings["generated"] = GENERATED in options.text
+    texts = [name for name in options.text if name != "generated"]
+    settings["generated"] = "generated" in options.text
     with watching() as watcher:
         healed = heal_folder(
             options.subject, options.teacher, texts, options.out, **settings, watcher=watcher, say=watcher.say
