@@ -103,7 +103,7 @@ class Cell:
     polish_lr: float = 1e-4
     heal: int = 0
     heal_generated: bool = False
-    """Whether the model is healed once more, with text that the dense model generates beside the file."""
+    """Whether it is healed once more, at the same rate, with text that the dense model generates beside the file."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def polish(small: Any, dense: Any, windows: Tensor, cell: Cell, device: str) -> 
 
 
 def heal(
-    small: Any, dense: Path, text: Path, steps: int, device: str, *, own: bool = False
+    small: Any, dense: Path, text: Path, steps: int, device: str, *, own: bool = False, lr: float | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """By `rankwise heal`: the healed model, and what was done."""
     from rankwise.hf import save_pretrained
@@ -221,7 +221,7 @@ def heal(
         tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
         save_pretrained(small, f"{place}/small", tokenizer=tokenizer)
         kind: Any = "auto" if device.startswith("cuda") else "cpu"
-        how: Any = {"steps": steps, "generated": own, "device": kind}
+        how: Any = {"steps": steps, "generated": own, "device": kind, "lr": lr}
         done = heal_folder(f"{place}/small", dense, [text], f"{place}/healed", **how)
         healed: Any = load_model(f"{place}/healed")
     about = {
@@ -255,11 +255,13 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
         polish(small, model, windows, cell, protocol.device)
         made["polished"] = measured(small, texts, protocol)
         made["polished"]["seconds"] = round(time.perf_counter() - start, 1)
+    lr = None
     for name, asked in {"healed": cell.heal, "healed, generated": cell.heal_generated}.items():
         if asked:
             assert text is not None
-            healed, about = heal(small, folder, text, cell.heal, protocol.device, own=name != "healed")
+            healed, about = heal(small, folder, text, cell.heal, protocol.device, own=name != "healed", lr=lr)
             made[name] = {**measured(healed, texts, protocol), **about}
+            lr = about["lr"]
     return made
 
 

@@ -54,7 +54,7 @@ def perform(job: Job, folder: Path, device: str, *, toy: bool) -> dict[str, Any]
     protocol = Protocol(texts=TEXTS, bos=BOS[job.model], device=device, **sizes)
     if job.kind == "generate":
         arena.generate(
-            place, tokens, 32 if toy else 1024 if job.model == "smollm2" else 512, 16 if toy else 256, device
+            place, tokens, 32 if toy else 2048 if job.model == "smollm2" else 512, 16 if toy else 256, device
         )
         return {}
     if job.kind == "command":

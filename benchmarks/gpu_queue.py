@@ -41,8 +41,9 @@ from rankwise.surroundings import surroundings
 
 TESTS = (
     "tests/test_cuda.py tests/test_compiled.py tests/kernels tests/lab/kernels tests/core/test_sharding.py "
-    "tests/core/test_dropping.py tests/deploy/test_fuse.py tests/deploy/test_bench.py tests/hf/test_offload.py "
-    "tests/hf/test_experts.py tests/lab/training/test_training_cuda.py tests/lab/models/test_adaptive_softmax.py "
+    "tests/core/test_dropping.py tests/oneshot/test_blockwise_cuda.py tests/deploy/test_fuse.py "
+    "tests/deploy/test_bench.py tests/hf/test_offload.py tests/hf/test_experts.py "
+    "tests/lab/training/test_training_cuda.py tests/lab/models/test_adaptive_softmax.py "
     "tests/lab/tasks/test_example_objective_cuda.py tests/lab/experiments/test_healing_cuda.py"
 )
 

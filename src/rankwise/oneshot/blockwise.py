@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from rankwise.core.blocks import Call, StopForward, inputs_of
 from rankwise.core.factorize import Moments
 from rankwise.core.plan import Site
 from rankwise.errors import InvalidValueError
+from rankwise.kernels.graphs import StepGraphs
 from rankwise.measure import evaluating
 
 HELD_OUT = 8
@@ -187,17 +189,17 @@ def refine(
     sizes = torch.stack([_weighted_square(y_BTD, metric_DD) for y_BTD in targets])
     scale = sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
-    def error(i: int) -> Tensor:
-        x_BTD, is_half = inputs[i], inputs[i].element_size() == 2
+    def error(x_BTD: Tensor, call: Call, target_BTD: Tensor) -> Tensor:
+        is_half = x_BTD.element_size() == 2
         # norms on a CPU do not take both kinds of half precision at once
         kind = x_BTD.dtype if is_half and not x_BTD.is_cuda else torch.bfloat16
         with torch.autocast(x_BTD.device.type, kind, enabled=is_half or x_BTD.is_cuda):
-            given = calls[i](block, x_BTD)
-        return _weighted_square(given.float() - targets[i].float(), metric_DD) / scale
+            given = call(block, x_BTD)
+        return _weighted_square(given.float() - target_BTD.float(), metric_DD) / scale
 
     def measured() -> float:
         with torch.no_grad():
-            return float(sum(error(i) for i in held_out) / len(held_out))
+            return float(sum(error(inputs[i], calls[i], targets[i]) for i in held_out) / len(held_out))
 
     before = measured()
     if not settings.steps:
@@ -209,18 +211,28 @@ def refine(
     for parameter in parameters:
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     fused = all(p.is_cuda for p in parameters)
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=fused)
+    # a graph reads the learning rate from the GPU
+    lr = torch.tensor(settings.learning_rate, device=parameters[0].device) if fused else settings.learning_rate
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0, fused=fused, capturable=fused)
+
+    def move(x_BTD: Tensor, call: Call, target_BTD: Tensor) -> None:
+        error(x_BTD, call, target_BTD).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
     generator = torch.Generator().manual_seed(settings.seed)
     order: list[int] = []
+    steps = Steps(move)
     with torch.enable_grad():
         for step in range(settings.steps):
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
+                rate = settings.learning_rate * _schedule(step, settings.steps)
+                group["lr"] = group["lr"].fill_(rate) if fused else rate
             order = order or torch.randperm(len(train), generator=generator).tolist()
-            error(train[order.pop()]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+            i = train[order.pop()]
+            steps.take(inputs[i], calls[i], targets[i])
             progress(step + 1)
+    steps.end()
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         parameter.data = parameter.data.to(dtype)
         parameter.grad = None
@@ -231,6 +243,67 @@ def refine(
             parameter.data = tensor
         return before, before
     return before, after
+
+
+class Steps:
+    """Steps of training on batches of a block; on a GPU by graphs, which find each batch of a shape in the same memory.
+
+    Args:
+        move: takes a step on the inputs of a block, what else it is called with, and the outputs that are wanted.
+    """
+
+    def __init__(self, move: Callable[[Tensor, Call, Tensor], None]) -> None:
+        self.move = move
+        self.places: dict[Hashable, tuple[Any, ...]] = {}
+        """Of each shape."""
+        self.batch: tuple[Any, ...] = ()
+        self.graphs = StepGraphs(self._move, share=True)
+
+    def take(self, x_BTD: Tensor, call: Call, target_BTD: Tensor) -> None:
+        batch = (x_BTD, call.args, dict(call.kwargs), target_BTD)
+        key = _shape_of(batch)
+        if key is None:
+            self.batch = batch
+            self._move()
+            return
+        if key not in self.places:
+            self.places[key] = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        self.batch = self.places[key]
+        with torch.no_grad():
+            for place, leaf in zip(tree_leaves(self.batch), tree_leaves(batch), strict=True):
+                if isinstance(leaf, Tensor):
+                    place.copy_(leaf)
+        with torch.cuda.device(x_BTD.device):
+            self.graphs.run(key, None)
+
+    def end(self) -> None:
+        """Free the memory of the graphs."""
+        self.graphs.forget()
+        self.places.clear()
+
+    def _move(self) -> None:
+        x_BTD, args, kwargs, target_BTD = self.batch
+        self.move(x_BTD, Call(args, kwargs), target_BTD)
+
+
+def _shape_of(batch: tuple[Any, ...]) -> Hashable | None:
+    """What batches must have in common to share a graph; None if no graph can hold the step.
+
+    A graph keeps plain values as they were, and so those of tensors on the host; other objects may hold anything.
+    """
+    leaves, structure = tree_flatten(batch)
+    device = batch[0].device
+    if device.type != "cuda" or not all(
+        leaf.device == device
+        if isinstance(leaf, Tensor)
+        else leaf is None or isinstance(leaf, bool | int | float | str)
+        for leaf in leaves
+    ):
+        return None
+    shapes = (
+        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
+    )
+    return str(structure), *shapes
 
 
 def _metric(weights_DD: Tensor | None, targets: Sequence[Tensor], floor: float) -> Tensor | None:
