@@ -61,6 +61,8 @@ ROWS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "ours-gpu": ("ours, pairs whose ranks are fast on a GPU", {"target": "cuda"}),
 }
 Texts = Mapping[str, Tensor]
+MOST_LOSS_WINDOWS = 1024
+"""Of the calibration windows, those by which the loss weighs errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +181,8 @@ def compressed(cell: Cell, model: Any, windows: Tensor, device: str) -> Any:
         model,
         rw.Budget(removed=cell.removed),
         data,
-        # logits with gradients take several times their memory
-        loss_batches=batches(windows, words, device, 2**28),
+        # logits with gradients take several times their memory, and twice the time
+        loss_batches=batches(windows[:MOST_LOSS_WINDOWS], words, device, 2**28),
         refinement=refinement,
         smoothing=smoothing,
         rank_multiple=cell.rank_multiple,
@@ -250,6 +252,8 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
     made["seconds"] = round(time.perf_counter() - start, 1)
     made["gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else None
     made |= measured(small, texts, protocol)
+    # training takes longer, and may be stopped
+    print(json.dumps(made), flush=True)
     if cell.polish:
         start = time.perf_counter()
         polish(small, model, windows, cell, protocol.device)
@@ -296,8 +300,8 @@ def run(options: argparse.Namespace) -> None:
     every = product(options.seeds.split(","), options.removed.split(","), options.rows.split(","))
     for seed, removed, name in every:
         cell = Cell(name=name, removed=float(removed), seed=int(seed), **settings)
-        record["rows"].append(row(cell, model, options.model, texts, protocol, options.text))
-        print(json.dumps(record["rows"][-1]), flush=True)
+        record["rows"].append(made := row(cell, model, options.model, texts, protocol, options.text))
+        print({name: made[name] for name in ("polished", "healed") if name in made}, flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -269,34 +269,41 @@ def methods(record: Record) -> Table:
 def arena(record: Record) -> Table:
     """Compression without training, ours and its peers', on the calibration text's kind and on another."""
     split, dense = record["settings"]["split"], record["dense"]
-    rows = sorted(record["rows"], key=lambda row: (row["removed"], row.get("refine", 0), row["name"]))
-    first = (
-        "dense",
-        "",
-        "",
-        "",
-        "",
-        f"{dense['parameters']:,}",
-        f"{dense[split]:.1f}",
-        f"{dense['other']:.1f}",
-        "",
-        "",
-    )
-    cells = [first]
-    for row in rows:
+    # by sample
+    groups: dict[tuple[Any, ...], dict[int, Record]] = {(0.0, 0, "dense", ""): {0: dense}}
+    for row in record["rows"]:
         refined = row.get("refine", record["settings"]["refine"])
-        sizes = (f"{row['removed']:.0%}", str(refined or ""), str(row["seed"]), f"{row['parameters']:,}")
-        stages = {_made(row): row.get("healed") or row.get("polished")}
-        if "healed, generated" in row:
-            stages[f"{_made(row)}, with generated text too"] = row["healed, generated"]
-        for made, after in stages.items():
-            trained = (f"{after[split]:,.1f}", f"{after['other']:,.1f}") if after else ("", "")
-            cells.append((row["name"], made, *sizes, f"{row[split]:,.1f}", f"{row['other']:,.1f}", *trained))
-    names = ("", "made with", "removed", "refined", "sample", "parameters", "WikiText-2", "other text")
-    columns = (*names, "then trained, WikiText-2", "other text")
+        for after, figures in _stages(row).items():
+            made = ", ".join(filter(None, (_made(row), after)))
+            groups.setdefault((row["removed"], refined, row["name"], made), {})[row["seed"]] = {**row, **figures}
+    cells = []
+    for (removed, refined, name, made), samples in sorted(groups.items(), key=lambda item: item[0]):
+        rows = list(samples.values())
+        # of the first sample: others differ by a few
+        about = (f"{removed:.0%}" if removed else "", str(refined or ""), f"{rows[0]['parameters']:,}")
+        texts = [_of_dense([row[text] for row in rows], dense[text], is_dense=not removed) for text in (split, "other")]
+        cells.append((name, made, *about, str(len(rows)) if len(rows) > 1 else "", *texts))
+    columns = ("", "made with", "removed", "refined", "parameters", "samples", "WikiText-2", "other text")
     # columns that no row fills are left out
     shown = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in cells)]
     return Table(tuple(columns[place] for place in shown), tuple(tuple(row[place] for place in shown) for row in cells))
+
+
+def _stages(row: Record) -> dict[str, Record]:
+    """The figures of a model as it was compressed, and after each training of it."""
+    trained = {
+        "polished": f"trained by {row.get('polish')} steps",
+        "healed": f"healed by {row.get('heal')} steps",
+        "healed, generated": f"healed by {row.get('heal')} steps, with generated text too",
+    }
+    return {"": row, **{words: row[name] for name, words in trained.items() if name in row}}
+
+
+def _of_dense(values: Sequence[float], dense: float, *, is_dense: bool) -> str:
+    """Perplexity, the mean and standard deviation over samples, and its mean as a multiple of the dense model's."""
+    mean = statistics.mean(values)
+    spread = f" ± {statistics.stdev(values):,.1f}" if len(values) > 1 else ""
+    return f"{mean:,.1f}{spread}" + ("" if is_dense else f" ({mean / dense:,.2f}x)")
 
 
 def _made(row: Record) -> str:
@@ -307,8 +314,6 @@ def _made(row: Record) -> str:
         "smoothing": "smoothing {}",
         "rank_multiple": "ranks in multiples of {}",
         "refine_lr": "rate {}",
-        "heal": "healed by {} steps",
-        "polish": "trained by {} steps",
     }
     return ", ".join(text.format(row[name]) for name, text in words.items() if row.get(name))
 
