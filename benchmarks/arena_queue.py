@@ -44,7 +44,7 @@ import rankwise as rw
 
 ROWS = "arena-rows.jsonl"
 MOST_GEMMA = 2
-"""Processes with its large logits at a time: one that is healed takes 38 GB of a GPU."""
+"""Processes with its large logits at a time, of which one may heal it, in 38 GB of a GPU."""
 
 
 def perform(job: Job, folder: Path, device: str, *, toy: bool) -> dict[str, Any]:
@@ -202,7 +202,10 @@ class Queue:
             if job.alone:
                 return None if busy else job
             made = self._generated(job).exists()
-            full = job.model == "gemma" and sum(each.model == "gemma" for each in busy) >= MOST_GEMMA
+            gemma = [each for each in busy if each.model == "gemma"]
+            full = job.model == "gemma" and (
+                len(gemma) >= MOST_GEMMA or (job.heals and any(each.heals for each in gemma))
+            )
             if not full and (made or not job.needs_generated):
                 return job
         return None
