@@ -104,8 +104,6 @@ class Cell:
     polish: int = 0
     polish_lr: float = 1e-4
     heal: int = 0
-    heal_lr: float | None = None
-    """None: the best of a few trials."""
     heal_generated: bool = False
     """Whether it is healed once more, at the same rate, with text that the dense model generates beside the file."""
 
@@ -261,7 +259,7 @@ def row(cell: Cell, model: Any, folder: Path, texts: Texts, protocol: Protocol, 
         polish(small, model, windows, cell, protocol.device)
         made["polished"] = measured(small, texts, protocol)
         made["polished"]["seconds"] = round(time.perf_counter() - start, 1)
-    lr = cell.heal_lr
+    lr = None
     for name, asked in {"healed": cell.heal, "healed, generated": cell.heal_generated}.items():
         if asked:
             assert text is not None
