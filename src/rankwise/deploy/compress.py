@@ -194,6 +194,8 @@ def compress_folder(
         texts = () if calibration is None else calibration.files
         settings = {"model": source.name, "budget": budget, "plan": plan.sites, "target": where.name, "dtype": dtype}
         settings |= {"calibration": calibration, "refinement": refinement, "device": attempts.device}
+        settings |= {"ranks": best.ranks}
+        settings |= {name: attempts.settings[name] for name in ("method", "layout", "width_share")}
         settings["versions"] = versions(Path(source.name), *texts)
         kept = RefinedFolder(folder, {name: repr(value) for name, value in settings.items()})
         if refinement.steps:
