@@ -41,7 +41,7 @@ class Folder(Source):
         model.load_state_dict(load_file(self.folder / "model.safetensors"))
         return model
 
-    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+    def read(self, calibration: Calibration, progress: Any = None) -> Callable[[nn.Module], Data]:
         (file,) = calibration.files
         batches = list(torch.tensor([int(line) for line in file.read_text().split()]).view(-1, 2, 10))
         # nothing is kept back to compare: blocks stay refined

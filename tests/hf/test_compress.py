@@ -364,6 +364,22 @@ def test_the_models_are_compared_on_texts_of_other_kinds_too(
     assert found["elsewhere"] == {str(tmp_path / "other.txt"): pytest.approx([by_hand.dense, by_hand.small])}
 
 
+def test_who_waits_for_generated_text_sees_how_far_it_is(place: Path, tmp_path: Path) -> None:
+    class Told(Listener):
+        def __init__(self) -> None:
+            self.told: list[tuple[int, int]] = []
+
+        def progress(self, what: str, done: int, total: int) -> None:
+            if what == "generating":
+                self.told.append((done, total))
+
+    given: dict[str, Any] = {"refine": 0, "device": "cpu", "listener": (listener := Told())}
+    # and 16 more that are kept back
+    given["calibration"] = Calibration(file=None, num_windows=150, window=3)
+    compress_pretrained(str(place / "llama-tied"), rw.Budget(removed=0.2), tmp_path / "small", **given)
+    assert listener.told == [(0, 166), (64, 166), (128, 166), (166, 166)]
+
+
 def test_a_text_is_mixed_with_the_models_own(place: Path, tmp_path: Path) -> None:
     """Half of the windows are of each, and what is kept back of either is measured."""
     calibration = Calibration(file=place / "text.txt", num_windows=8, window=12, generated=True)

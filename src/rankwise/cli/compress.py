@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rankwise.lab.experiments.healing import Healed
 
 TITLES = {
+    "generating": "Generating text",
     "gradients": "Weighing errors by what they cost the loss",
     "ranks": "Sharing out the ranks",
     "factors": "Compressing layer by layer",
@@ -38,8 +38,6 @@ NO_TEXT = (
 )
 OF_MODEL = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine")
 """Options that are settings of `rankwise.compress`."""
-PATIENCE_SECONDS = 15.0
-"""Seconds between two plain lines on the same part of the work."""
 
 
 @command(
@@ -254,7 +252,7 @@ def _figures(folder: str, made: Compressed) -> Iterator[str]:
 @contextmanager
 def _listening() -> Iterator[Listener]:
     """Shows progress: a bar on a terminal, plain lines elsewhere."""
-    from rankwise.cli.progress import Lines, watching
+    from rankwise.cli.progress import watching
     from rankwise.deploy.compress import Listener
 
     with watching() as watcher:
@@ -268,10 +266,7 @@ def _listening() -> Iterator[Listener]:
             def progress(self, what: str, done: int, total: int) -> None:
                 if what != self.what:
                     watcher.phase(TITLES.get(what, what))
-                    watcher.begin(0, total)
                     self.what = what
-                watcher.advance(done)
-                if isinstance(watcher, Lines) and time.monotonic() - watcher.said > PATIENCE_SECONDS:
-                    watcher.say(f"  {done} of {total}")
+                watcher.count(done, total)
 
         yield Shown()

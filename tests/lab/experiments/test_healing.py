@@ -261,6 +261,25 @@ def test_the_dense_model_writes_what_it_is_healed_with(place: Path, tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_who_waits_for_generated_text_sees_how_far_it_is(place: Path, tmp_path: Path) -> None:
+    class Counts(Phases):
+        def __init__(self) -> None:
+            super().__init__("measuring the dense model and the compressed one")
+            self.counted: list[tuple[str, int, int]] = []
+
+        def count(self, done: int, total: int) -> None:
+            self.counted.append((self.titles[-1], done, total))
+
+    more: dict[str, Any] = {**QUICK, "lr": 3e-3, "generated": True}
+    for known in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            heal_folder(
+                place / "decoder-small", place / "decoder", [], tmp_path / "out", **more, watcher=(watcher := Counts())
+            )
+        # what was generated before is read
+        assert watcher.counted == ([] if known else [("generating text", 0, 64), ("generating text", 64, 64)])
+
+
 def test_text_of_another_model_or_a_damaged_one_is_not_taken(place: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = decoder()

@@ -115,7 +115,7 @@ def heal_folder(
     _begin(place, pair, about)
     watcher.phase("generating text" if config.generated else "reading the text")
     try:
-        fingerprint = pair.read(_paths(texts), _paths(valid), place)
+        fingerprint = pair.read(_paths(texts), _paths(valid), place, watcher.count)
     except RankwiseError:
         if missing:
             shutil.rmtree(missing[-1], ignore_errors=True)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ LEAST_TRIED = 5
 STATE_OF = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """What is read of a file of weights to tell whether it is the same."""
+Count = Callable[[int, int], None]
+"""Called with how many windows are generated, and of how many."""
 REMEDY = "Give the dense model that it was made from."
 """For a teacher that is another model."""
 
@@ -121,7 +123,7 @@ class Pair(ABC):
         """Refuse a folder that must not be written."""
 
     @abstractmethod
-    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path) -> str:
+    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path, count: Count) -> str:
         """Read the texts, and generate what was not generated in `folder` before; their fingerprint."""
 
     @abstractmethod
