@@ -115,6 +115,8 @@ class Pair(ABC):
 
     def __init__(self, folder: str, teacher: str, config: HealingConfig) -> None:
         self.folder, self.teacher_name, self.config = folder, teacher, config
+        self.student: str | None = None
+        """The state of the student's folder (`state_of`), where the healed model is in its place by now."""
         self.device = device_of(config.device)
         self.notes: list[str] = []
 
@@ -152,7 +154,7 @@ class Pair(ABC):
 
     def made_from(self) -> dict[str, str]:
         """Tells whether folders are the same as before, without reading their weights."""
-        return {"student": state_of(self.folder), "teacher": state_of(self.teacher_name)}
+        return {"student": self.student or state_of(self.folder), "teacher": state_of(self.teacher_name)}
 
 
 def state_of(name: str) -> str:
@@ -169,6 +171,16 @@ def state_of(name: str) -> str:
                 for place in range(SAMPLES):
                     file.seek(place * size // SAMPLES)
                     sha.update(file.read(SAMPLE_BYTES))
+    return sha.hexdigest()
+
+
+def weights_of(model: nn.Module) -> str:
+    """Samples of a model's weights, which tell it from others: the same on any device, and after a round trip."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        sha.update(f"{name} {list(parameter.shape)}".encode())
+        sha.update(values[:: max(1, len(values) // SAMPLES)].float().cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
