@@ -178,6 +178,11 @@ def folder(tmp_path: Path) -> Path:
         ("RUN --removed 0.2 --calibration short.txt", "at least one window of 256 tokens, but short.txt has 8"),
         ("RUN --removed 0.2 --calibration none.txt", "none.txt is not: No such file"),
         ("RUN --removed 0.2 --calibration latin.txt", "must be UTF-8, but latin.txt has the byte 0xe9 at position 800"),
+        (
+            "RUN --removed 0.2 --calibration short.txt --window 4 --windows 1 --heal 6",
+            "`text` must hold at least 16 x 8 tokens to train on, but short.txt has",
+        ),
+        ("RUN --removed 0.2 --calibration text.txt --heal 1", "`steps` must be a whole number of at least 2, but is 1"),
         ("RUN --removed 0.2 --calibration text.txt --windows 0", r"\(--windows\) must be a whole number of at least 1"),
         ("RUN --removed 0.2 --exclude nothing", "'nothing' matches none"),
         ("RUN --removed 0.999", "Remove at most 0."),

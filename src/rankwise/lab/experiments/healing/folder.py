@@ -157,12 +157,16 @@ def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
     if (before := _learned(place)) is not None:
         check_same({name: before["of"].get(name) for name in asked}, asked, place)
         return
+    _check_place(place)
+    write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
+
+
+def _check_place(place: Path) -> None:
     if place.is_dir() and any(place.iterdir()) and not (place / STATE).exists():
         raise CheckpointError(
             f"{place} must be where a healing keeps its state, but holds other files. Move it, or choose another name "
             "for the result."
         )
-    write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
 
 
 def _learned(place: Path) -> dict[str, Any] | None:
@@ -201,6 +205,22 @@ def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
         return False
     check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
     return True
+
+
+def check_healing(
+    model: Place, texts: Sequence[Place], out: Place, about: Mapping[str, Any] | None = None, **settings: Any
+) -> None:
+    """Refuse what `heal_folder` would refuse of a model that is yet to be made of `model`, and healed in place in
+    `out`; nothing is generated, and no weights of transformers are loaded."""
+    refuse_several("Healing")
+    config, place, name = HealingConfig(**{**settings, "generated": False}), _work_folder(Path(out)), os.fspath(model)
+    if (before := _learned(place)) is not None:
+        check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, place)
+    _check_place(place)
+    kind = StreamPair if kind_of(Path(name)) in ("saved", "run") else PretrainedPair
+    pair: Pair = kind(_model_of(name), _model_of(name), config)
+    if texts:
+        pair.read(_paths(texts), (), place, lambda done, total: None)
 
 
 def _work_folder(out: Path) -> Path:
