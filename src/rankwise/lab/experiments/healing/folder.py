@@ -223,6 +223,14 @@ def check_healing(
         pair.read(_paths(texts), (), place, lambda done, total: None)
 
 
+def expect_healing(out: Place, about: Mapping[str, Any] | None = None) -> None:
+    """Note that the model in `out` is to be healed in place: if it is stopped before, `is_unfinished` says so."""
+    place = _work_folder(Path(out))
+    if _learned(place) is None:
+        of = {"student": state_of(_model_of(os.fspath(out))), ABOUT: about}
+        write_file(place / STATE, {"of": of, "rates": {}, "seconds": 0.0})
+
+
 def _work_folder(out: Path) -> Path:
     # "." has no name
     out = out.resolve()
