@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -154,6 +155,61 @@ def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_wit
     assert rw.count(rw.load(tmp_path / "small")) <= 0.8 * rw.count(rw.load(finished / "dense" / "model"))
 
 
+@nothing_learned
+def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
+    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--removed", "0.2", "--out"]
+    began: list[progress.Lines] = []
+
+    class Impatient(progress.Lines):
+        """Stops the command when the second of its parts begins to show something."""
+
+        def __init__(self, stream: TextIO) -> None:
+            super().__init__(stream)
+            began.append(self)
+            if len(began) == 2:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "Lines", Impatient)
+        assert run([*words, str(tmp_path / "small")]) == 130
+    made = (tmp_path / "small/model.safetensors").read_bytes()
+    capsys.readouterr()
+    # no other model takes its place unnoticed
+    assert run([*words, str(tmp_path / "small"), "--removed", "0.5", "--overwrite"]) == 2
+    assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
+    assert (tmp_path / "small/model.safetensors").read_bytes() == made
+    assert run([*words, str(tmp_path / "small")]) == 0
+    shown = capsys.readouterr().err
+    assert "healing at" in shown and "Compressing layer by layer" not in shown
+    assert run([*words, str(tmp_path / "whole")]) == 0
+    found, whole = (tmp_path / name / "model.safetensors" for name in ("small", "whole"))
+    assert found.read_bytes() == whole.read_bytes() != made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
+    # nor does a stop at the very end, when the state of healing is removed
+    stock = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if str(source).endswith(".healing"):
+            raise KeyboardInterrupt
+        stock(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        assert run([*words, str(tmp_path / "small"), "--overwrite"]) == 130
+    capsys.readouterr()
+    assert run([*words, str(tmp_path / "small"), "--overwrite"]) == 0
+    shown = capsys.readouterr().err
+    assert "was finished before" in shown and "Compressing layer by layer" not in shown
+    assert found.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
+    # and now there is a model that is complete
+    assert run([*words, str(tmp_path / "small")]) == 2
+    assert "must be new" in capsys.readouterr().err
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved model whose architecture is ours, one whose is not, and texts."""
@@ -178,6 +234,11 @@ def folder(tmp_path: Path) -> Path:
         ("RUN --removed 0.2 --calibration short.txt", "at least one window of 256 tokens, but short.txt has 8"),
         ("RUN --removed 0.2 --calibration none.txt", "none.txt is not: No such file"),
         ("RUN --removed 0.2 --calibration latin.txt", "must be UTF-8, but latin.txt has the byte 0xe9 at position 800"),
+        (
+            "RUN --removed 0.2 --calibration short.txt --window 4 --windows 1 --heal 6",
+            "`text` must hold at least 16 x 8 tokens to train on, but short.txt has",
+        ),
+        ("RUN --removed 0.2 --calibration text.txt --heal 1", "`steps` must be a whole number of at least 2, but is 1"),
         ("RUN --removed 0.2 --calibration text.txt --windows 0", r"\(--windows\) must be a whole number of at least 1"),
         ("RUN --removed 0.2 --exclude nothing", "'nothing' matches none"),
         ("RUN --removed 0.999", "Remove at most 0."),

@@ -188,6 +188,34 @@ def test_a_dry_run_counts_every_model_that_the_run_trains(
     assert f"at most {steps:,} steps" in " ".join(line for line in shown.values())
 
 
+@pytest.mark.filterwarnings("ignore:.* of the gates had not decided", "ignore:These layers are left as they are")
+@pytest.mark.parametrize("method", ["flop-l0", "svd"])
+def test_a_dry_run_names_the_models_of_all_sizes_and_counts_their_steps(
+    method: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", "demo", *words(place), "--method", method, "--compare", "dense", "--out", str(tmp_path / "out")]
+    if method == "svd":
+        ramp = command.index("--method.anneal_steps")
+        del command[ramp : ramp + 2]
+    command += ["--budget.removed", "0.5", "--sizes", "0.2", "--init", "svd", "--training.distill", "0"]
+    command += ["--healing.steps", "3", "--healing.batch_size", "4", "--healing.window", "8", "--healing.lr", "1e-3"]
+    assert run([*command, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert run(command) == 0
+    record = json.loads((tmp_path / "out/record.json").read_text())
+    written = {"base", *(row["name"] for row in record["rows"])}
+    trained = {path.parent.name for path in (tmp_path / "out").glob("*/metrics.jsonl")}
+    for word, names in (("trains", trained), ("writes", written)):
+        found = re.search(rf"{word} (\d+) models: ((?:\S+, )*\S+)", shown)
+        # what is written is named only where it is more
+        assert found if word == "trains" or names != trained else not found
+        if found:
+            assert set(found[2].split(", ")) == names and int(found[1]) == len(names)
+    logged = [path.read_text().splitlines() for path in (tmp_path / "out").rglob("metrics.jsonl")]
+    steps = sum(max(json.loads(line).get("step", 0) for line in lines) for lines in logged)
+    assert f"at most {steps:,} steps" in shown
+
+
 def test_a_sweep_trains_with_every_seed_what_a_run_trains(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def steps(*command: str) -> int:
         assert run([*command, *words(place), "--dry-run"]) == 0

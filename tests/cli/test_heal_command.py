@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,28 @@ def test_a_file_may_be_called_generated(
         assert run(given) == 0
         card = (tmp_path / f"healed-{own}/README.md").read_text()
         assert ("windows of the dense model's own" in card) == own
+
+
+def test_a_command_that_was_stopped_once_its_model_was_saved_ends_well(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of the compressed model."""
+    small = Path(shutil.copytree(place / "decoder-small", tmp_path / "small"))
+    given = words(place, small, "--lr", 1e-3, "--overwrite")
+    given[1] = str(small)
+    stock = os.replace
+
+    def replace(source: object, target: object) -> None:
+        if str(source).endswith("small.healing"):
+            raise KeyboardInterrupt
+        stock(source, target)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        assert run(given) == 130
+    capsys.readouterr()
+    assert run(given) == 0
+    shown = capsys.readouterr()
+    assert f"The healing of {small} was finished before; what was left of it is removed." in shown.err
+    assert shown.out.startswith(f"{small}: perplexity ")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]

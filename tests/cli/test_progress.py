@@ -64,6 +64,19 @@ def test_a_run_that_goes_on_says_where(now: list[float]) -> None:
     assert stream.getvalue() == "  going on after step 30 of 40\n"
 
 
+def test_a_part_that_is_counted_shows_how_far_it_is(now: list[float]) -> None:
+    stream = io.StringIO()
+    lines, bar = Lines(stream), Bar(Console(file=io.StringIO(), force_terminal=True, width=120))
+    for watcher in (lines, bar):
+        watcher.phase("generating text")
+        for done in (0, 64, 128):
+            watcher.count(done, 320)
+            now[0] += 10
+    # now and then in a log
+    assert stream.getvalue().splitlines() == ["generating text", "  128 of 320"]
+    assert "128/320" in shown(bar) and "0:45 left" in shown(bar)
+
+
 def test_time_left_counts_only_what_this_process_did(now: list[float]) -> None:
     status = Status(300, 400)
     assert status.seconds_left() is None

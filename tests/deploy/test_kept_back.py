@@ -155,7 +155,7 @@ def attempts(loss: Any, *, skips: bool) -> tuple[Compressed, list[tuple[str, flo
         def load(self) -> nn.Module:
             return copy.deepcopy(model)
 
-        def read(self, calibration: Calibration) -> Any:
+        def read(self, calibration: Calibration, progress: Any = None) -> Any:
             given = {"batches": batches, "loss_batches": batches, "kept_back": batches, "loss": loss}
             return lambda _: Data(**given, is_decoder=True, window=9)
 

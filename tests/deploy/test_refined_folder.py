@@ -41,7 +41,7 @@ class Folder(Source):
         model.load_state_dict(load_file(self.folder / "model.safetensors"))
         return model
 
-    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+    def read(self, calibration: Calibration, progress: Any = None) -> Callable[[nn.Module], Data]:
         (file,) = calibration.files
         batches = list(torch.tensor([int(line) for line in file.read_text().split()]).view(-1, 2, 10))
         # nothing is kept back to compare: blocks stay refined
@@ -72,12 +72,14 @@ def write(folder: Path, *, model: int = 0, text: int = 0) -> None:
     (folder / "text.txt").write_text("\n".join(map(str, torch.randint(10, 30, (120,)).tolist())))
 
 
-def compressed(folder: Path, out: str, stops_at: int | None = None) -> tuple[dict[str, Tensor], int]:
+def compressed(
+    folder: Path, out: str, stops_at: int | None = None, ranks: str = "global"
+) -> tuple[dict[str, Tensor], int]:
     """The weights that were saved, and the steps that blocks were trained."""
     source, listener = Folder(folder), Watched(stops_at)
     calibration = Calibration(file=folder / "text.txt")
-    given: Any = {"calibration": calibration, "ranks": "global", "refine": STEPS, "device": "cpu"}
-    compress_folder(source, rw.Budget(removed=0.3), folder / out, listener=listener, **given)
+    given: Any = {"calibration": calibration, "ranks": ranks, "refine": STEPS, "device": "cpu"}
+    compress_folder(source, rw.Budget(removed=0.2), folder / out, listener=listener, **given)
     return source.saved, listener.trained
 
 
@@ -93,3 +95,17 @@ def test_work_goes_on_with_the_model_and_the_text_that_it_began_with(tmp_path: P
     assert trained == (NUM_BLOCKS * STEPS if change else STEPS)
     want, _ = compressed(tmp_path, "fresh")
     assert want and all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+
+def test_blocks_are_not_those_of_other_ranks(tmp_path: Path) -> None:
+    """Also where the first block has the same ranks in both ways to share them out."""
+    write(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compressed(tmp_path, "small", stops_at=2 * STEPS + 1)
+    found, trained = compressed(tmp_path, "small", ranks="blend")
+    assert trained == NUM_BLOCKS * STEPS
+    before, _ = compressed(tmp_path, "before")
+    want, _ = compressed(tmp_path, "fresh", ranks="blend")
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    shapes = [{name: x.shape for name, x in each.items() if ".blocks.0." in name} for each in (before, want)]
+    assert shapes[0] and shapes[0] == shapes[1]

@@ -364,6 +364,22 @@ def test_the_models_are_compared_on_texts_of_other_kinds_too(
     assert found["elsewhere"] == {str(tmp_path / "other.txt"): pytest.approx([by_hand.dense, by_hand.small])}
 
 
+def test_who_waits_for_generated_text_sees_how_far_it_is(place: Path, tmp_path: Path) -> None:
+    class Told(Listener):
+        def __init__(self) -> None:
+            self.told: list[tuple[int, int]] = []
+
+        def progress(self, what: str, done: int, total: int) -> None:
+            if what == "generating":
+                self.told.append((done, total))
+
+    given: dict[str, Any] = {"refine": 0, "device": "cpu", "listener": (listener := Told())}
+    # and 16 more that are kept back
+    given["calibration"] = Calibration(file=None, num_windows=150, window=3)
+    compress_pretrained(str(place / "llama-tied"), rw.Budget(removed=0.2), tmp_path / "small", **given)
+    assert listener.told == [(0, 166), (64, 166), (128, 166), (166, 166)]
+
+
 def test_a_text_is_mixed_with_the_models_own(place: Path, tmp_path: Path) -> None:
     """Half of the windows are of each, and what is kept back of either is measured."""
     calibration = Calibration(file=place / "text.txt", num_windows=8, window=12, generated=True)
@@ -479,6 +495,38 @@ def test_the_command_compresses_and_heals(place: Path, tmp_path: Path, capsys: p
         card = (tmp_path / name / "README.md").read_text()
         assert ("windows of the dense model's own" in card) == (name != "given")
         assert ("on text.txt" in card) == (name != "small")
+
+
+def test_what_cannot_be_healed_is_refused_before_it_is_compressed(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out, model = tmp_path / "short.txt", tmp_path / "small", str(place / "llama-tied")
+    text.write_text("w1 w2 " * 12)
+    words = ["compress", model, "--removed", "0.3", "--window", "6", "--refine", "0", "--device", "cpu", "--heal"]
+
+    def refused(*more: object) -> str:
+        assert run([*words, *map(str, more)]) == 2
+        assert not out.exists()
+        shown = capsys.readouterr().err
+        assert "Compressing" not in shown and "Generating" not in shown
+        return shown
+
+    given = ("--calibration", text, "--out", out)
+    line = refused(4, *given)
+    assert "`text` must hold at least 2 windows of 20 tokens, one of them to hold out, but" in line
+    assert line == refused(4, *given, "--calibration", "generated")
+    # it is what healing says
+    assert run(["compress", model, "--removed", "0.3", "--calibration", "none", "--out", str(tmp_path / "made")]) == 0
+    capsys.readouterr()
+    heal = ["heal", str(tmp_path / "made"), "--teacher", model, "--text", str(text), "--device", "cpu", "--out"]
+    assert run([*heal, str(tmp_path / "healed")]) == 2
+    assert line.splitlines()[-1] == capsys.readouterr().err.splitlines()[-1]
+    assert "`steps` must be a whole number of at least 2, but is 1" in refused(1, "--out", out)
+    # what compression refuses is said in its own words
+    assert "`calibration` must be a text, but" in refused(4, "--calibration", tmp_path / "none.txt", "--out", out)
+    (tmp_path / "small.healing").mkdir()
+    (tmp_path / "small.healing/mine.txt").write_text("mine")
+    assert "small.healing must be where a healing keeps its state, but holds" in refused(4, "--out", out)
 
 
 def test_tables_of_words_are_left_out_unless_they_are_wanted(place: Path) -> None:

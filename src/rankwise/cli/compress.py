@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rankwise.lab.experiments.healing import Healed
 
 TITLES = {
+    "generating": "Generating text",
     "gradients": "Weighing errors by what they cost the loss",
     "ranks": "Sharing out the ranks",
     "factors": "Compressing layer by layer",
@@ -38,8 +38,6 @@ NO_TEXT = (
 )
 OF_MODEL = ("method", "width_share", "layout", "target", "exclude", "ranks", "refine")
 """Options that are settings of `rankwise.compress`."""
-PATIENCE_SECONDS = 15.0
-"""Seconds between two plain lines on the same part of the work."""
 
 
 @command(
@@ -130,7 +128,7 @@ def compress(options: Options) -> None:
     check_name(options.subject)
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
-    from rankwise.lab.experiments.healing import is_unfinished
+    from rankwise.lab.experiments.healing import check_healing, expect_healing, is_unfinished
 
     sizes = sizes_of(options)
     if len(sizes) != 1:
@@ -148,11 +146,19 @@ def compress(options: Options) -> None:
     made, healed = None, None
     asked |= sizes | {name: getattr(options, name) for name in ("windows", "window", "embeddings", "dtype")}
     asked |= {"model": options.subject, "calibration": options.calibration, "measure": list(map(str, options.measure))}
+    device: Any = "cpu" if options.device.startswith("cpu") else "auto"
+    healing = {"steps": options.heal, "device": device, "generated": _generates(options, source), "about": asked}
     if not (options.heal and is_unfinished(options.out, asked)):
+        if options.heal:
+            # healing would refuse it only after the model is compressed; what compression refuses comes first
+            source.read(settings["calibration"])
+            check_healing(options.subject, texts, options.out, **healing)
         with _listening() as listener:
             made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
+        if options.heal:
+            expect_healing(options.out, asked)
     if options.heal:
-        healed = _heal(options, texts, asked, generated=_generates(options, source))
+        healed = _heal(options, texts, healing)
     _show(options, made, healed, has_text=settings["calibration"] is not None or bool(options.calibration))
 
 
@@ -200,16 +206,14 @@ def _generates(options: Options, source: Source) -> bool:
     return "generated" in options.calibration or (not options.calibration and source.generates)
 
 
-def _heal(options: Options, texts: list[Path], asked: dict[str, Any], *, generated: bool) -> Healed:
-    """Train the model that was just written, in its place; `asked`: for which model."""
+def _heal(options: Options, texts: list[Path], healing: dict[str, Any]) -> Healed:
+    """Train the model that was just written, in its place."""
     from rankwise.cli.progress import watching
     from rankwise.lab.experiments.healing import heal_folder
 
-    device: Any = "cpu" if options.device.startswith("cpu") else "auto"
     with watching() as watcher:
-        given: dict[str, Any] = {"steps": options.heal, "device": device, "overwrite": True, "about": asked}
-        given["generated"] = generated
-        return heal_folder(options.out, options.subject, texts, options.out, **given, watcher=watcher, say=watcher.say)
+        given: dict[str, Any] = {**healing, "overwrite": True, "watcher": watcher, "say": watcher.say}
+        return heal_folder(options.out, options.subject, texts, options.out, **given)
 
 
 def _named(options: Options) -> list[str]:
@@ -254,7 +258,7 @@ def _figures(folder: str, made: Compressed) -> Iterator[str]:
 @contextmanager
 def _listening() -> Iterator[Listener]:
     """Shows progress: a bar on a terminal, plain lines elsewhere."""
-    from rankwise.cli.progress import Lines, watching
+    from rankwise.cli.progress import watching
     from rankwise.deploy.compress import Listener
 
     with watching() as watcher:
@@ -268,10 +272,7 @@ def _listening() -> Iterator[Listener]:
             def progress(self, what: str, done: int, total: int) -> None:
                 if what != self.what:
                     watcher.phase(TITLES.get(what, what))
-                    watcher.begin(0, total)
                     self.what = what
-                watcher.advance(done)
-                if isinstance(watcher, Lines) and time.monotonic() - watcher.said > PATIENCE_SECONDS:
-                    watcher.say(f"  {done} of {total}")
+                watcher.count(done, total)
 
         yield Shown()

@@ -13,6 +13,7 @@ from rankwise.cli.tables import print_table, say
 
 if TYPE_CHECKING:
     from rankwise.core.budget import Budget
+    from rankwise.lab.experiments.variants import Variant
     from rankwise.lab.tasks.base import Experiment
 
 
@@ -66,7 +67,8 @@ def _within_none(name: str, known: Mapping[str, str]) -> bool:
 
 
 def _trained(command: str, experiment: Experiment, grid: Mapping[str, Sequence[Any]] | None) -> list[tuple[str, str]]:
-    """Every model that a command trains, a sweep with each of its seeds, and what that takes in all."""
+    """Every model that a command trains, a sweep with each of its seeds, those of `sizes` that it writes, and what all
+    that takes."""
     from rankwise.lab.experiments.cells import Grid
     from rankwise.lab.experiments.pipeline import asked_for, from_base
     from rankwise.lab.experiments.variants import Variant
@@ -78,20 +80,34 @@ def _trained(command: str, experiment: Experiment, grid: Mapping[str, Sequence[A
     times, variants = 1 if grid is None else len(grid["seeds"]), from_base(experiment, asked)
     has_base, control = command != "prune" and experiment.base is not None, experiment.control()
     whole, alone = (each.size_preview() for each in (control, dataclasses.replace(control, base=None, init="random")))
-    previews = [(each.experiment.base is not None, each.experiment.size_preview()) for each in variants]
+    previews = [(each, each.experiment.size_preview(), _unhealed(each).size_preview()) for each in variants]
 
     def total(key: str) -> int:
-        """Of the base, and of every variant without it."""
+        """Of the base, and of every variant without it: a further size is healed, and trained where it must be."""
         shared = getattr(whole, key) - getattr(alone, key)
-        of_variants = sum(getattr(each, key) - shared * from_it for from_it, each in previews)
-        return times * int(of_variants + shared * has_base)
+        found = shared * has_base
+        for each, preview, unhealed in previews:
+            of_one = getattr(preview, key) - shared * (each.experiment.base is not None)
+            again = of_one if each.trains_each_size else getattr(preview, key) - getattr(unhealed, key)
+            found += of_one + (len(each.models) - 1) * again
+        return times * int(found)
 
-    names = [*["base"] * has_base, *(each.name for each in variants)]
-    number = f"{times} x {len(names)}" if times > 1 else len(names)
+    trained = [name for each in variants for name in (each.models if each.trains_each_size else [each.name])]
+    written = [name for each in variants for name in each.models]
+    rows = [("trains", trained), *([] if trained == written else [("writes", written)])]
     return [
-        ("trains", f"{number} model{'s' * (len(names) > 1)}: {', '.join(names)}"),
+        *((word, _models(["base"] * has_base + names, times)) for word, names in rows),
         ("in all", f"at most {total('steps'):,} steps, {total('tokens') / 1e6:,.1f}M tokens"),
     ]
+
+
+def _unhealed(variant: Variant) -> Experiment:
+    return dataclasses.replace(variant.experiment, healing=None)
+
+
+def _models(names: Sequence[str], times: int) -> str:
+    number = f"{times} x {len(names)}" if times > 1 else len(names)
+    return f"{number} model{'s' * (len(names) > 1)}: {', '.join(names)}"
 
 
 def _size(budget: Budget, exported: int) -> str:

@@ -22,6 +22,8 @@ from rankwise.lab.training import Watcher
 
 PATIENCE_SECONDS = 5.0
 """The least time between two plain lines about one download."""
+COUNT_SECONDS = 15.0
+"""The least time between two plain lines about a part that is counted."""
 
 
 @contextmanager
@@ -100,6 +102,10 @@ class Lines(Watcher):
         if time.monotonic() - self.said >= PATIENCE_SECONDS:
             self.say(f"  {what}: {amount(done, total)}")
 
+    def count(self, done: int, total: int) -> None:
+        if time.monotonic() - self.said >= COUNT_SECONDS:
+            self.say(f"  {done} of {total}")
+
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)
         if 0 < step < num_steps:
@@ -143,6 +149,11 @@ class Bar(Watcher):
     def read(self, what: str, done: int, total: int | None) -> None:
         self.below = what
         self._show(amount(done, total), done, total)
+
+    def count(self, done: int, total: int) -> None:
+        if self.status is None or self.status.num_steps != total:
+            self.begin(done, total)
+        self.advance(done)
 
     def begin(self, step: int, num_steps: int) -> None:
         self.status = Status(step, num_steps)

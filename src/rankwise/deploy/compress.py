@@ -40,7 +40,7 @@ from rankwise.files import write_json
 from rankwise.latency import size_for
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
-from rankwise.oneshot import RANKS, Ranks, Refinement, compress, default_plan, oneshot_method
+from rankwise.oneshot import RANKS, Progress, Ranks, Refinement, compress, default_plan, oneshot_method
 from rankwise.sizes import plan_for_method, size_account
 from rankwise.surroundings import surroundings
 
@@ -122,8 +122,9 @@ class Source(ABC):
         """The dense model, which is changed in place; it may be asked for a second time."""
 
     @abstractmethod
-    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
-        """Read the text before the model is loaded; gives a function from the model to its data."""
+    def read(self, calibration: Calibration, progress: Progress | None = None) -> Callable[[nn.Module], Data]:
+        """Read the text before the model is loaded; gives a function from the model to its data, which may take time
+        and tells `progress`."""
 
     @abstractmethod
     def check_target(self, folder: Path, overwrite: bool) -> None:
@@ -177,7 +178,7 @@ def compress_folder(
     source.check_target(folder, overwrite)
     asked = None if refine is None else Refinement(steps=refine)
     return_large_blocks()
-    prepare = None if calibration is None else source.read(calibration)
+    prepare = None if calibration is None else source.read(calibration, listener.progress)
     low_rank, scratch = method == "svd" and calibration is not None, folder.with_name(f".{folder.name}.offload")
     with closing(Placer(source.load, device, offload, dtype, scratch, low_rank, listener.say)) as load:
         if refine and calibration is None:
@@ -194,6 +195,8 @@ def compress_folder(
         texts = () if calibration is None else calibration.files
         settings = {"model": source.name, "budget": budget, "plan": plan.sites, "target": where.name, "dtype": dtype}
         settings |= {"calibration": calibration, "refinement": refinement, "device": attempts.device}
+        settings |= {"ranks": best.ranks}
+        settings |= {name: attempts.settings[name] for name in ("method", "layout", "width_share")}
         settings["versions"] = versions(Path(source.name), *texts)
         kept = RefinedFolder(folder, {name: repr(value) for name, value in settings.items()})
         if refinement.steps:
@@ -366,7 +369,7 @@ class SavedModel(Source):
         save(small.cpu(), folder, overwrite=overwrite, beside=self.beside)
         return []
 
-    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+    def read(self, calibration: Calibration, progress: Progress | None = None) -> Callable[[nn.Module], Data]:
         vocabulary = self.vocabulary
         if vocabulary is None:
             raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,19 @@ AT_ONCE, AT_ONCE_SMALL, SMALL = 64, 256, 500_000_000
 
 
 @torch.no_grad()
-def generated(model: Any, number: int, length: int, special: SpecialTokens, *, seed: int = 0) -> Tensor:
-    """Windows of `length` tokens, word by word as likely as the model finds them, each from the beginning of a text."""
+def generated(
+    model: Any,
+    number: int,
+    length: int,
+    special: SpecialTokens,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Windows of `length` tokens, word by word as likely as the model finds them, each from the beginning of a text.
+
+    `progress` is called with how many windows are done, and of how many.
+    """
     config = model.config.get_text_config()
     ends = getattr(config, "eos_token_id", None)
     # what ends a text also comes before one; a model may have several such tokens
@@ -42,11 +53,19 @@ def generated(model: Any, number: int, length: int, special: SpecialTokens, *, s
                 top_k=0,
                 use_cache=True,
             ).cpu()
-            for done in range(0, number, at_once)
+            for done in _told(range(0, number, at_once), progress)
         ]
     # where nothing is to come first, the token that text was generated from goes
     windows = torch.cat(found)
     return windows if special.before else windows[:, 1:]
+
+
+def _told(starts: range, progress: Callable[[int, int], None]) -> Iterator[int]:
+    """The first window of every call, told before the call; and the end."""
+    for done in starts:
+        progress(done, starts.stop)
+        yield done
+    progress(starts.stop, starts.stop)
 
 
 @contextmanager

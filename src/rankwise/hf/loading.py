@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -45,6 +46,7 @@ from rankwise.hf.generated import generated
 from rankwise.hf.quantizer import RankwiseConfig, RankwiseQuantizer
 from rankwise.hf.saving import check_generation, check_pretrained_target, save_pretrained
 from rankwise.hub import source_of
+from rankwise.oneshot import Progress
 
 OWN_TEXT = (
     "No text was given, so the model has generated its own: {} windows of {} tokens calibrate it, others say what is "
@@ -214,7 +216,7 @@ class PretrainedModel(Source):
             return default_window(load_config(self.name), most)
         return most
 
-    def read(self, calibration: Calibration) -> Callable[[nn.Module], Data]:
+    def read(self, calibration: Calibration, progress: Progress | None = None) -> Callable[[nn.Module], Data]:
         # the tokenizer is read again when the model is saved: meanwhile its memory may be needed
         tokenizer = load_tokenizer(self.name, needed=True)
         try:
@@ -241,11 +243,11 @@ class PretrainedModel(Source):
                     "A model that is read from disk would take hours to generate its own calibration text, but none is "
                     "given. Name one with --calibration, or use --offload none with a device on which it fits."
                 )
-            windows = generated_windows(model, calibration, special) if read is None else read
+            windows = generated_windows(model, calibration, special, progress=progress) if read is None else read
             windows = windows._replace(elsewhere=elsewhere)
             _check_windows(model, [*windows.used, *(w for some in windows.compared.values() for w in some)])
             if read is not None and calibration.generated:
-                windows = windows.mixed(generated_windows(model, own, special), OWN_NAME)
+                windows = windows.mixed(generated_windows(model, own, special, progress=progress), OWN_NAME)
             # an encoder-decoder goes on with the text that it reads
             names = [name for name in ("input_ids", "decoder_input_ids") if name in signature(model.forward).parameters]
 
@@ -257,10 +259,13 @@ class PretrainedModel(Source):
         return prepare
 
 
-def generated_windows(model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0) -> Windows:
+def generated_windows(
+    model: Any, calibration: Calibration, special: SpecialTokens, *, seed: int = 0, progress: Progress | None = None
+) -> Windows:
     """Windows that a decoder generates itself: where no text says what it is for."""
     length = min(calibration.window, positions_of(model) or calibration.window)
-    windows = generated(model, calibration.num_windows + calibration.num_kept_back, length, special, seed=seed)
+    number, told = calibration.num_windows + calibration.num_kept_back, progress or (lambda what, done, total: None)
+    windows = generated(model, number, length, special, seed=seed, progress=partial(told, "generating"))
     made = kept_apart(list(windows), calibration, special=special)
     line = OWN_TEXT.format(len(made.used), len(made.used[0]))
     return made._replace(notes=[line, *made.notes] if calibration.file is None else made.notes)

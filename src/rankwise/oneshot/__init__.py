@@ -38,6 +38,7 @@ from rankwise.swap import copied
 
 __all__ = [
     "RANKS",
+    "Progress",
     "Ranks",
     "RefinedBlocks",
     "Refinement",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -239,6 +241,81 @@ def test_in_place_of_the_compressed_folder(place: Path, tmp_path: Path) -> None:
     assert len(re.findall("Distilled from", (folder / "README.md").read_text())) == 2
 
 
+def stop_after_save(patch: pytest.MonkeyPatch) -> None:
+    """Stops a healing when the folder of its state is to be removed."""
+    stock = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if str(source).endswith(".healing"):
+            raise KeyboardInterrupt
+        stock(source, target)
+
+    patch.setattr(os, "replace", replace)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_healing_that_was_stopped_once_its_model_was_saved_is_finished(
+    place: Path, tmp_path: Path, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(place / "decoder-small", tmp_path / "small"))
+    out, said, watcher = folder if in_place else tmp_path / "healed", list[str](), Phases()
+
+    def heal(**more: Any) -> Healed:
+        given = (folder, place / "decoder", [place / "text.txt"], out)
+        return heal_folder(*given, **{**QUICK, "rates": (1e-3, 3e-3), "overwrite": in_place, **more})
+
+    with monkeypatch.context() as patch:
+        stop_after_save(patch)
+        with pytest.raises(KeyboardInterrupt):
+            heal()
+    found, state = weights(out), tmp_path / f"{out.name}.healing"
+    with pytest.raises(rw.CheckpointError, match="`steps` was 10 and is now 11"):
+        heal(steps=11)
+    # of a removal that was stopped
+    (tmp_path / f".{state.name}.done/left").mkdir(parents=True)
+    assert is_unfinished(out) and state.exists()
+    result = heal(watcher=watcher, say=said.append)
+    assert said == [f"The healing of {out} was finished before; what was left of it is removed."]
+    assert watcher.steps == 0 and all(torch.equal(tensor, found[name]) for name, tensor in weights(out).items())
+    whole = healed(place, "decoder", tmp_path / "whole", rates=(1e-3, 3e-3))
+    assert (result.figures, result.rates, result.tokens) == (whole.figures, whole.rates, whole.tokens)
+    assert result.figures in (out / "README.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"small", out.name, "whole"}
+
+
+def test_another_model_is_not_taken_for_one_that_was_saved(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(place / "decoder-small", tmp_path / "small"))
+
+    def heal() -> Healed:
+        given: dict[str, Any] = {**QUICK, "lr": 3e-3, "overwrite": True}
+        return heal_folder(folder, place / "decoder", [place / "text.txt"], folder, **given)
+
+    with monkeypatch.context() as patch:
+        stop_after_save(patch)
+        with pytest.raises(KeyboardInterrupt):
+            heal()
+    file = folder / "model.safetensors"
+    save_file({name: 1.01 * tensor for name, tensor in weights(folder).items()}, file, {"format": "pt"})
+    with pytest.raises(RankwiseError, match="`student` was .* and is now"):
+        heal()
+    assert not is_unfinished(folder)
+    # as before the model was saved: what was learned is not lost
+    shutil.rmtree(folder)
+    shutil.copytree(place / "decoder-small", folder)
+    heal()
+    healed(place, "decoder", tmp_path / "whole", lr=3e-3)
+    assert all(torch.equal(tensor, weights(folder)[name]) for name, tensor in weights(tmp_path / "whole").items())
+
+
+def test_what_was_gained_is_kept_as_json_also_where_a_model_was_lost() -> None:
+    given: dict[str, Any] = {"folder": "a", "measure": "perplexity", "held_out": "text", "rates": {"0.001": None}}
+    given |= {"parameters": 5, "steps": 2, "tokens": 3, "seconds": 0.1, "lr": 1e-3, "next_command": "rankwise bench a"}
+    result = Healed(**given, dense=1 / 3, before=math.inf, after=0.1)
+    assert Healed.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False))) == result
+
+
 @pytest.mark.parametrize("texts", [0, 1])
 def test_the_dense_model_writes_what_it_is_healed_with(place: Path, tmp_path: Path, texts: int) -> None:
     given, more = [place / "text.txt"][:texts], {**QUICK, "steps": 40, "lr": 3e-3, "generated": True}
@@ -259,6 +336,25 @@ def test_the_dense_model_writes_what_it_is_healed_with(place: Path, tmp_path: Pa
     heal("stopped")
     pairs = zip(weights(tmp_path / "healed").values(), weights(tmp_path / "stopped").values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_who_waits_for_generated_text_sees_how_far_it_is(place: Path, tmp_path: Path) -> None:
+    class Counts(Phases):
+        def __init__(self) -> None:
+            super().__init__("measuring the dense model and the compressed one")
+            self.counted: list[tuple[str, int, int]] = []
+
+        def count(self, done: int, total: int) -> None:
+            self.counted.append((self.titles[-1], done, total))
+
+    more: dict[str, Any] = {**QUICK, "lr": 3e-3, "generated": True}
+    for known in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            heal_folder(
+                place / "decoder-small", place / "decoder", [], tmp_path / "out", **more, watcher=(watcher := Counts())
+            )
+        # what was generated before is read
+        assert watcher.counted == ([] if known else [("generating text", 0, 64), ("generating text", 64, 64)])
 
 
 def test_text_of_another_model_or_a_damaged_one_is_not_taken(place: Path, tmp_path: Path) -> None:
@@ -513,7 +609,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_model_of_a_run_is_healed_with_its_own_vocabulary(run: Path, tmp_path: Path) -> None:
+def test_the_model_of_a_run_is_healed_with_its_own_vocabulary(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rankwise.cli.app import run as command
 
     text, settings = run / "letters.txt", {"steps": 20, "batch_size": 4, "lr": 3e-3, "device": "cpu"}
@@ -528,6 +626,12 @@ def test_the_model_of_a_run_is_healed_with_its_own_vocabulary(run: Path, tmp_pat
     heal_folder(student, teacher, [text], tmp_path / "stopped", **settings)
     assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "stopped/model.safetensors").read_bytes()
     assert rw.count(rw.load(tmp_path / "whole")) == rw.count(rw.load(student / "model")) == whole.parameters
+    with monkeypatch.context() as patch:
+        stop_after_save(patch)
+        with pytest.raises(KeyboardInterrupt):
+            heal_folder(student, teacher, [text], tmp_path / "saved", **settings)
+    assert heal_folder(student, teacher, [text], tmp_path / "saved", **settings).figures == whole.figures
+    assert not (tmp_path / "saved.healing").exists()
     assert command(["sample", str(tmp_path / "whole"), "--length", "5"]) == 0
 
 

@@ -103,6 +103,10 @@ def test_what_the_dense_model_writes_has_the_share_of_a_text(
     different = {tuple(window) for window in found.train_NT.tolist()}
     assert found.record()["tokens"]["train"] == 6 * len(different)
     assert found.own == len(own) and (not own or found.times == len(own) / len(set(own)))
+    # and how many windows of its own were read, if any were: to train on, or held out
+    said = [name for name in found.name.split(", ") if name.endswith("of the dense model's own")]
+    read = len({*own, *held_out})
+    assert said in ([], [f"{read} window{'s' * (read > 1)} of the dense model's own"]) and bool(said) == bool(read)
 
 
 @given(number=st.integers(1, 40), size=st.integers(1, 8), seed=st.integers(0, 2**64))

@@ -55,6 +55,21 @@ class Variant:
     name: str
     experiment: Experiment
 
+    @property
+    def models(self) -> list[str]:
+        """The names of the rows of all sizes, its own last."""
+        return [self.model(budget) for budget in self.experiment.budgets()] or [self.name]
+
+    def model(self, budget: Budget) -> str:
+        """The name of the row of one size."""
+        own = self.experiment.budget
+        return self.name if budget == own else f"{self.name}-at-{100 * (budget.removed or 0):g}"
+
+    @property
+    def trains_each_size(self) -> bool:
+        """Whether every size is compressed before a training of its own, and not taken along one ramp."""
+        return isinstance(self.experiment.method, Svd) and self.experiment.base is not None
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -313,8 +328,7 @@ class Part:
 
     def _name(self, budget: Budget) -> str:
         """The name of the row of one size."""
-        own = self.experiment.budget
-        return self.name if budget == own else f"{self.name}-at-{100 * (budget.removed or 0):g}"
+        return Variant(self.name, self.experiment).model(budget)
 
     def _of_size(self, budget: Budget) -> Experiment:
         return replace(self.experiment, budget=budget, sizes=()) if self.experiment.sizes else self.experiment

@@ -108,9 +108,11 @@ def read_healing_text(
     own = min(own, len(train) // len(texts)) if texts else own
     if generate is not None and own:
         more = 0 if valid else math.ceil(HELD_OUT - rest)
-        written = list(generate(own + more))
-        names.append(f"{len(written)} windows of the dense model's own")
-        once = divide(written, HELD_OUT - rest)[:own]
+        before = len(held_out)
+        once = divide(list(generate(own + more)), HELD_OUT - rest)[:own]
+        # a few may be written in vain
+        read = len(once) + len(held_out) - before
+        names.append(f"{read} window{'s'[: read - 1]} of the dense model's own")
         own = own if once else 0
         times = own / len(once) if once else 1.0
         train += (once * math.ceil(times))[:own]

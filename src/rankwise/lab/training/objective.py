@@ -134,3 +134,6 @@ class Watcher(Progress):
 
     def read(self, what: str, done: int, total: int | None) -> None:
         """Data is being downloaded or prepared: `done` of `total` bytes."""
+
+    def count(self, done: int, total: int) -> None:
+        """A part without training goes on: `done` of `total` of its windows, layers or batches."""

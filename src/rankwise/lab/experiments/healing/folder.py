@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,28 @@ from rankwise.core.budget import count
 from rankwise.deploy.inputs import ERROR
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
-from rankwise.lab.experiments.healing.pair import MOST_RATES, RATES, REMEDY, HealingConfig, Pair, state_of
+from rankwise.lab.experiments.healing.pair import (
+    MOST_RATES,
+    RATES,
+    REMEDY,
+    HealingConfig,
+    Pair,
+    state_of,
+    weights_of,
+)
 from rankwise.lab.experiments.healing.pretrained import PretrainedPair
 from rankwise.lab.experiments.healing.streams import StreamPair
 from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
-from rankwise.lab.experiments.saved_models import kind_of
+from rankwise.lab.experiments.saved_models import kind_of, open_model
 from rankwise.lab.training import Watcher, fit
 from rankwise.lab.training.checkpoint import check_same
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import read_json, write_file
 from rankwise.lab.training.run import DivergedError
 
-STATE, TRAINING, ABOUT = "healing.json", "training", "about"
+STATE, TRAINING, ABOUT, RESULT = "healing.json", "training", "about", "result"
+FIGURES = ("dense", "before", "after")
+"""What was measured, which may be infinite."""
 Place = str | os.PathLike[str]
 
 
@@ -58,6 +69,15 @@ class Healed:
     seconds: float
     """Of training, with the trials."""
     next_command: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON, which has no infinite numbers."""
+        return {**asdict(self), **{name: str(getattr(self, name)) for name in FIGURES}}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Healed:
+        """What `to_json` gave."""
+        return cls(**{**content, **{name: float(content[name]) for name in FIGURES}})
 
     @property
     def figures(self) -> str:
@@ -109,13 +129,18 @@ def heal_folder(
     if not texts and not config.generated:
         raise InvalidValueError("`texts` must name at least one text, but is empty. Example: --text book.txt.")
     pair, target = open_pair(os.fspath(folder), os.fspath(teacher), config), Path(out)
-    pair.check_target(target, overwrite)
     watcher, place = watcher or Watcher(), _work_folder(target)
+    saved = _saved(place, target)
+    if saved is None:
+        pair.check_target(target, overwrite)
+    elif os.path.realpath(pair.folder) == os.path.realpath(target):
+        # the healed model has taken the place of the student
+        pair.student = saved["of"]["student"]
     missing = [folder for folder in (place, *place.parents) if not folder.exists()]
     _begin(place, pair, about)
     watcher.phase("generating text" if config.generated else "reading the text")
     try:
-        fingerprint = pair.read(_paths(texts), _paths(valid), place)
+        fingerprint = pair.read(_paths(texts), _paths(valid), place, watcher.count)
     except RankwiseError:
         if missing:
             shutil.rmtree(missing[-1], ignore_errors=True)
@@ -123,7 +148,7 @@ def heal_folder(
     work = Work(place, pair, {"text": fingerprint, ABOUT: about}, watcher)
     for note in pair.notes:
         say(note)
-    return work.run(target, overwrite, say)
+    return work.run(target, overwrite, say) if saved is None else work.end(Healed.from_json(saved[RESULT]), say)
 
 
 def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
@@ -132,20 +157,36 @@ def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
     if (before := _learned(place)) is not None:
         check_same({name: before["of"].get(name) for name in asked}, asked, place)
         return
+    _check_place(place)
+    write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
+
+
+def _check_place(place: Path) -> None:
     if place.is_dir() and any(place.iterdir()) and not (place / STATE).exists():
         raise CheckpointError(
             f"{place} must be where a healing keeps its state, but holds other files. Move it, or choose another name "
             "for the result."
         )
-    write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
 
 
 def _learned(place: Path) -> dict[str, Any] | None:
     """The state of a healing; None where nothing was learned yet, so that nothing is lost by other settings."""
     before = read_json(place / STATE, "of", "rates", "seconds")
-    if before is None or any(loss is not None for loss in before["rates"].values()):
+    if before is None or RESULT in before or any(loss is not None for loss in before["rates"].values()):
         return before
     return before if any(place.glob("*/checkpoints/step-*")) else None
+
+
+def _saved(place: Path, out: Path) -> dict[str, Any] | None:
+    """The state of a healing that was stopped after its model was saved to `out`; None if it was not."""
+    before = read_json(place / STATE, "of")
+    if before is None or RESULT not in before:
+        return None
+    # what is there may be the model from before, or another one that was written since
+    with suppress(RankwiseError):
+        if out.exists() and weights_of(open_model(str(out))) == before["weights"]:
+            return before
+    return None
 
 
 def _paths(given: Place | Sequence[Place]) -> list[Path]:
@@ -157,11 +198,37 @@ def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
     not."""
     folder = _work_folder(Path(out))
     before = read_json(folder / STATE, "of")
-    # what was written there since is another model
-    if before is None or before["of"].get("student") != state_of(_model_of(os.fspath(out))):
+    if before is None:
+        return False
+    # what was written there since is another model, but for the healed one
+    if before["of"].get("student") != state_of(_model_of(os.fspath(out))) and _saved(folder, Path(out)) is None:
         return False
     check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
     return True
+
+
+def check_healing(
+    model: Place, texts: Sequence[Place], out: Place, about: Mapping[str, Any] | None = None, **settings: Any
+) -> None:
+    """Refuse what `heal_folder` would refuse of a model that is yet to be made of `model`, and healed in place in
+    `out`; nothing is generated, and no weights of transformers are loaded."""
+    refuse_several("Healing")
+    config, place, name = HealingConfig(**{**settings, "generated": False}), _work_folder(Path(out)), os.fspath(model)
+    if (before := _learned(place)) is not None:
+        check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, place)
+    _check_place(place)
+    kind = StreamPair if kind_of(Path(name)) in ("saved", "run") else PretrainedPair
+    pair: Pair = kind(_model_of(name), _model_of(name), config)
+    if texts:
+        pair.read(_paths(texts), (), place, lambda done, total: None)
+
+
+def expect_healing(out: Place, about: Mapping[str, Any] | None = None) -> None:
+    """Note that the model in `out` is to be healed in place: if it is stopped before, `is_unfinished` says so."""
+    place = _work_folder(Path(out))
+    if _learned(place) is None:
+        of = {"student": state_of(_model_of(os.fspath(out))), ABOUT: about}
+        write_file(place / STATE, {"of": of, "rates": {}, "seconds": 0.0})
 
 
 def _work_folder(out: Path) -> Path:
@@ -244,12 +311,26 @@ class Work:
         )  # fmt: skip
         assert healed.parameters == size, "healing changes no size"
         done = f"Distilled from {pair.teacher_name} on {record['corpus']['name']}: {healed.figures}; {healed.training}."
+        # a stop after the model is saved is known by this
+        self._keep({RESULT: healed.to_json(), "weights": weights_of(model)})
         for line in pair.save(model, out, after, done, overwrite):
             say(line)
-        # whole or not at all
-        os.replace(self.folder, done_with := self.folder.with_name(f".{self.folder.name}.done"))
-        shutil.rmtree(done_with, ignore_errors=True)
+        self._remove()
         return healed
+
+    def end(self, healed: Healed, say: Callable[[str], None]) -> Healed:
+        """Remove what was left where a healing was stopped after its model was saved."""
+        say(f"The healing of {healed.folder} was finished before; what was left of it is removed.")
+        self._remove()
+        return healed
+
+    def _remove(self) -> None:
+        done_with = self.folder.with_name(f".{self.folder.name}.done")
+        # of a removal that was stopped
+        shutil.rmtree(done_with, ignore_errors=True)
+        # whole or not at all
+        os.replace(self.folder, done_with)
+        shutil.rmtree(done_with, ignore_errors=True)
 
     def _best_rate(self) -> float:
         """The rate by which a short training comes furthest on text that is held out."""
@@ -300,5 +381,6 @@ class Work:
             ) from None
         return outcome.model, outcome.record
 
-    def _keep(self) -> None:
-        write_file(self.folder / STATE, {"of": self.of, "rates": self.rates, "seconds": self.seconds})
+    def _keep(self, result: Mapping[str, Any] | None = None) -> None:
+        state = {"of": self.of, "rates": self.rates, "seconds": self.seconds}
+        write_file(self.folder / STATE, {**state, **(result or {})})

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ LEAST_TRIED = 5
 STATE_OF = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """What is read of a file of weights to tell whether it is the same."""
+Count = Callable[[int, int], None]
+"""Called with how many windows are generated, and of how many."""
 REMEDY = "Give the dense model that it was made from."
 """For a teacher that is another model."""
 
@@ -113,6 +115,8 @@ class Pair(ABC):
 
     def __init__(self, folder: str, teacher: str, config: HealingConfig) -> None:
         self.folder, self.teacher_name, self.config = folder, teacher, config
+        self.student: str | None = None
+        """The state of the student's folder (`state_of`), where the healed model is in its place by now."""
         self.device = device_of(config.device)
         self.notes: list[str] = []
 
@@ -121,7 +125,7 @@ class Pair(ABC):
         """Refuse a folder that must not be written."""
 
     @abstractmethod
-    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path) -> str:
+    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path, count: Count) -> str:
         """Read the texts, and generate what was not generated in `folder` before; their fingerprint."""
 
     @abstractmethod
@@ -150,7 +154,7 @@ class Pair(ABC):
 
     def made_from(self) -> dict[str, str]:
         """Tells whether folders are the same as before, without reading their weights."""
-        return {"student": state_of(self.folder), "teacher": state_of(self.teacher_name)}
+        return {"student": self.student or state_of(self.folder), "teacher": state_of(self.teacher_name)}
 
 
 def state_of(name: str) -> str:
@@ -167,6 +171,16 @@ def state_of(name: str) -> str:
                 for place in range(SAMPLES):
                     file.seek(place * size // SAMPLES)
                     sha.update(file.read(SAMPLE_BYTES))
+    return sha.hexdigest()
+
+
+def weights_of(model: nn.Module) -> str:
+    """Samples of a model's weights, which tell it from others: the same on any device, and after a round trip."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        sha.update(f"{name} {list(parameter.shape)}".encode())
+        sha.update(values[:: max(1, len(values) // SAMPLES)].float().cpu().numpy().tobytes())
     return sha.hexdigest()
 
 

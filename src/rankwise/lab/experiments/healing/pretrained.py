@@ -23,7 +23,7 @@ from rankwise.deploy.inputs import KeptBack, encoder, is_decoder, positions_of, 
 from rankwise.distill import Distillation
 from rankwise.errors import CheckpointError, DataError, RankwiseError, first_line
 from rankwise.hub import source_of
-from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair, check_divides
+from rankwise.lab.experiments.healing.pair import REMEDY, Count, HealingConfig, Pair, check_divides
 from rankwise.lab.experiments.saved_models import open_model
 from rankwise.lab.tasks.healing import HealingTask, check_known, parts_of_batch, read_healing_text
 from rankwise.lab.tasks.pretrained import quiet
@@ -91,7 +91,7 @@ class PretrainedPair(Pair):
 
         check_pretrained_target(out.resolve(), overwrite)
 
-    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path) -> str:
+    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path, count: Count) -> str:
         from rankwise.hf.loading import load_tokenizer
 
         own, other = (load_tokenizer(name, needed=False) for name in (self.folder, self.teacher_name))
@@ -108,7 +108,7 @@ class PretrainedPair(Pair):
             _check_tokenizers(own, other, some, self.teacher_name)
         found = read_healing_text(
             encoder(tokenizer), texts, valid, number=number, window=self.window, special=special,
-            generate=partial(self._written, special, folder) if self.config.generated else None,
+            generate=partial(self._written, special, folder, count) if self.config.generated else None,
         )  # fmt: skip
         check_known(found, tokenizer.unk_token_id, tokenizer.unk_token, self.words, self.folder)
         if own is not None and other is not None:
@@ -130,7 +130,7 @@ class PretrainedPair(Pair):
         self.held_out = f"{len(found.held_out_NT)} windows held out"
         return found.fingerprint
 
-    def _written(self, special: SpecialTokens, folder: Path, number: int) -> Tensor:
+    def _written(self, special: SpecialTokens, folder: Path, count: Count, number: int) -> Tensor:
         """Windows of the dense model's own, which are kept: a GPU would not draw the same ones again."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
@@ -147,7 +147,7 @@ class PretrainedPair(Pair):
             if kept.shape == (number, self.window):
                 return kept
         try:
-            found = generated(self._dense(), number, self.window, special, seed=seed)
+            found = generated(self._dense(), number, self.window, special, seed=seed, progress=count)
         except torch.OutOfMemoryError as error:
             raise RankwiseError(
                 "The dense model must write text within the memory of the GPU, but does not: "

@@ -17,7 +17,7 @@ from rankwise.errors import DataError, RankwiseError
 from rankwise.files import not_utf8
 from rankwise.lab.data.corpus import Corpus, Unit
 from rankwise.lab.data.vocabulary import UNKNOWN, Array, smallest_dtype
-from rankwise.lab.experiments.healing.pair import REMEDY, HealingConfig, Pair
+from rankwise.lab.experiments.healing.pair import REMEDY, Count, HealingConfig, Pair
 from rankwise.lab.experiments.run_folder import EXPERIMENT
 from rankwise.lab.experiments.saved_models import OwnModel, open_model, open_own
 from rankwise.lab.tasks.base import from_json
@@ -66,7 +66,7 @@ class StreamPair(Pair):
     def check_target(self, out: Path, overwrite: bool) -> None:
         check_target(out.resolve(), overwrite)
 
-    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path) -> str:
+    def read(self, texts: Sequence[Path], valid: Sequence[Path], folder: Path, count: Count) -> str:
         experiment: Any = from_json({**self.own.beside[EXPERIMENT], "corpus": {}})
         self.window = self.config.window or experiment.training.window
         wanted = self.config.steps * self.config.batch_size * self.window
