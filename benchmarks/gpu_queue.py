@@ -12,7 +12,7 @@ one that failed, or was at its limit, is tried again after all others. Jobs that
 Everything is written to `--work` (runs/gpu-queue) as it is measured, and packed into two files of OUT within a second:
 `queue.zip` (records, and which jobs are done) and `logs.txt`; `--show` prints their table. Where WORK is gone, the same
 command goes on from OUT. FOLDER has enwik8 or enwik8.zip, and arena, the folder of `arena_queue.py`; jobs that lack it
-are left out. Where git does not know the commit, RANKWISE_COMMIT says it.
+are left out. RANKWISE_COMMIT says the commit, where git does not know it or knows an older one.
 
 After `--take`, print what shows the records: `page.py` (docs/results.md), `engines.py --page docs/deploy.md`,
 `scaling.py` (tables of docs/scaling.md), `torture.py table` (docs/reliability.md).

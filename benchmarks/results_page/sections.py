@@ -269,13 +269,14 @@ def methods(record: Record) -> Table:
 def arena(record: Record) -> Table:
     """Compression without training, ours and its peers', on the calibration text's kind and on another."""
     split, dense = record["settings"]["split"], record["dense"]
-    # by sample
-    groups: dict[tuple[Any, ...], dict[int, Record]] = {(0.0, 0, "dense", ""): {0: dense}}
+    # by sample: generated text is another one at another commit
+    groups: dict[tuple[Any, ...], dict[Any, Record]] = {(0.0, 0, "dense", ""): {0: dense}}
     for row in record["rows"]:
         refined = row.get("refine", record["settings"]["refine"])
         for after, figures in _stages(row).items():
             made = ", ".join(filter(None, (_made(row), after)))
-            groups.setdefault((row["removed"], refined, row["name"], made), {})[row["seed"]] = {**row, **figures}
+            samples = groups.setdefault((row["removed"], refined, row["name"], made), {})
+            samples[row["seed"], row.get("commit")] = {**row, **figures}
     cells = []
     for (removed, refined, name, made), samples in sorted(groups.items(), key=lambda item: item[0]):
         rows = list(samples.values())

@@ -47,10 +47,12 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this source, with a "+" where files were changed since.
+    """The commit of this source, with a "+" where files were changed since; None outside its repository.
 
-    Outside its repository it is what the environment says in `RANKWISE_COMMIT`, or None.
+    `RANKWISE_COMMIT` comes first: a copy may have lost its history, or have an older one.
     """
+    if said := os.environ.get("RANKWISE_COMMIT"):
+        return said
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -62,6 +64,6 @@ def _commit() -> str | None:
 
     # an installed copy may lie inside some other project's repository
     if git("ls-files", "--error-unmatch", "errors.py") is None:
-        return os.environ.get("RANKWISE_COMMIT")
+        return None
     commit = git("rev-parse", "HEAD")
     return f"{commit}+" if commit and git("status", "--porcelain", "--", ".") else commit

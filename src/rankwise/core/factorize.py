@@ -6,6 +6,7 @@ Shapes: O = outputs, I = inputs, R = rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 WEIGHT_ROWS = 4096
 """The number of rows of W that are in double precision at a time."""
+WHOLE_ROWS = 2048
+"""The same where the weights of outputs are a whole matrix, of which as many columns are at a time."""
 MOMENT_ROWS = 256
 """The number of rows of C that are in double precision at a time."""
 DAMPING = 1e-2
@@ -232,15 +235,22 @@ def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gram(weight_OI: Tensor, rows_O: Tensor | _Whole | None) -> Tensor:
     """W^T G W in double precision."""
-    if isinstance(rows_O, _Whole):
-        weight = weight_OI.double()
-        return _times_damped(weight.t(), rows_O.outputs_OO, rows_O.damping) @ weight
     total = torch.zeros(weight_OI.shape[1], weight_OI.shape[1], dtype=torch.float64, device=weight_OI.device)
-    for start in range(0, len(weight_OI), WEIGHT_ROWS):
-        part = weight_OI[start : start + WEIGHT_ROWS].double()
-        weighted = part if rows_O is None else part * rows_O[start : start + WEIGHT_ROWS, None]
+    for rows in _parts(len(weight_OI), WHOLE_ROWS if isinstance(rows_O, _Whole) else WEIGHT_ROWS):
+        part = weight_OI[rows].double()
+        if isinstance(rows_O, _Whole):
+            weighted = part * (rows_O.damping * _mean_diagonal(rows_O.outputs_OO))
+            for others in _parts(len(weight_OI), WHOLE_ROWS):
+                weighted.addmm_(rows_O.outputs_OO[rows, others].double(), weight_OI[others].double())
+        else:
+            weighted = part if rows_O is None else part * rows_O[rows, None]
         total.addmm_(part.t(), weighted)
     return total
+
+
+def _parts(number: int, size: int) -> Iterator[slice]:
+    """All of `number` rows, so many at a time."""
+    return (slice(start, start + size) for start in range(0, number, size))
 
 
 def _damped_rows(moments: Moments, damping: float) -> Tensor | _Whole | None:
@@ -270,8 +280,7 @@ def _square_root(c_II: Tensor) -> Tensor:
 def _times_damped(weight_OI: Tensor, inputs_II: Tensor, damping: float) -> Tensor:
     """W times the damped C, of which a few rows at a time are in double precision."""
     product = weight_OI * (damping * _mean_diagonal(inputs_II))
-    for start in range(0, len(inputs_II), MOMENT_ROWS):
-        part = slice(start, start + MOMENT_ROWS)
+    for part in _parts(len(inputs_II), MOMENT_ROWS):
         product.addmm_(weight_OI[:, part], inputs_II[part].double())
     return product
 
