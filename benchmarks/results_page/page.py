@@ -245,8 +245,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
     (
         "Compressing a large decoder on a GPU",
         "`rankwise.compress` of a decoder of 32 such layers in place, ranks by the loss, calibrated on 16 windows of "
-        "2048 random tokens. Measured before large models took whole Fisher matrices, block by block (see the "
-        "record's commit); not since. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
+        "2048 random tokens. `python benchmarks/gpu_compress.py --record results/gpu-compress.json`",
         _of("gpu-compress", sections.gpu_compress),
     ),
     (
@@ -296,16 +295,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Table | str | None]], ...] =
         "With refinement and with a little training: SmolLM2-135M",
         "Calibrated on windows of WikiText-2's training text and as many that the dense model generates, blocks "
         "refined, and then healed by 300 steps of 16 windows of 512 tokens of that text (2.5 million tokens) at a rate "
-        "that short trials chose. Steps, rate and windows of the refinement are those of the first three rows that are "
-        "best on validation text; peers are refined alike. One sample; by `benchmarks/arena_queue.py` at ab36b44, "
-        "where trials were a tenth of the steps and nothing generated healed. Now: `arena_queue.py FOLDER OUT run`.",
+        "that short trials chose. Steps, rate and windows of the refinement are those of the rows that are best on "
+        "validation text; peers are refined alike. Mean and standard deviation over samples, which are other windows "
+        "of both kinds, and in brackets against dense. `python benchmarks/arena_queue.py FOLDER OUT run`; healed rows "
+        "are of ab36b44, where trials were a tenth of the steps and nothing generated healed.",
         _of("arena-smollm2-refined", sections.arena),
     ),
     (
         "Without training: Gemma-3-270M",
-        "The same without refinement, with BOS before every window. `python benchmarks/arena.py run MODEL TOKENS.npz "
-        "results/arena-gemma.json --bos 2 --texts valid,docstrings,news,test,other --removed 0.1,0.2,0.3 --rows ours "
-        "--calibrate train+generated`",
+        "The same without refinement, with BOS before every window, 128 windows of each kind. `python "
+        "benchmarks/arena_queue.py FOLDER OUT run`",
         _of("arena-gemma", sections.arena),
     ),
     (

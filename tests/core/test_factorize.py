@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankwise.core import factorize
 from rankwise.core.factorize import (
     Factors,
     Moments,
@@ -195,6 +196,20 @@ def test_dropping_a_component_of_the_best_factors_adds_its_energy(shape: tuple[i
     weight, moments = torch.randn(shape).double(), some_moments(shape, weighs)
     factors = svd(weight, moments=moments)
     torch.testing.assert_close(dropping_errors(factors, moments), factors.energy_R, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighs", ["nothing", "rows", "whole"])
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7)])
+def test_factors_do_not_depend_on_how_many_rows_are_summed_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], weighs: str
+) -> None:
+    weight, moments = torch.randn(shape).double(), some_moments(shape, weighs)
+    want = svd(weight, 3, moments)
+    for name in ("WEIGHT_ROWS", "WHOLE_ROWS", "MOMENT_ROWS"):
+        monkeypatch.setattr(factorize, name, 3)
+    got = svd(weight, 3, moments)
+    torch.testing.assert_close(got.energy_R, want.energy_R)
+    torch.testing.assert_close(got.p_OR @ got.q_RI, want.p_OR @ want.q_RI)
 
 
 @pytest.mark.parametrize("weighs", ["nothing", "rows", "whole"])

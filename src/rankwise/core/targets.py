@@ -9,6 +9,9 @@ Those of "cpu", "onnx" and "openvino" were measured on a core of an AMD EPYC wit
 (`benchmarks/targets.py`): multiples of 8 gain a tenth in torch with many tokens and 1 to 4% in the engines, and a pair
 is faster than dense up to 95% of its parameters, in OpenVINO with many tokens up to 90%. Matrices of a full rank below
 64 take any rank, as all do in the paper: `rank_multiple=1`.
+
+"size" takes the multiples of "cpu", which cost no quality (docs/log/one-shot.md): more than half of the time in which a
+GPU refines a model of odd ranks goes into products that do not suit it (docs/log/speed-gpu.md).
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ TARGETS = {
         Target("cpu", largest_multiple=8),
         Target("onnx", largest_multiple=8),
         Target("openvino", largest_multiple=8, faster_below=0.9),
-        Target("size", layout="pivot"),
+        Target("size", layout="pivot", largest_multiple=8),
     )
 }
 
