@@ -70,9 +70,15 @@ def second_moments(
         raise DataError("`calibration` must hold at least one batch, but is empty.")
     moments = {name: total.moments() for name, total in sums.items()}
     for name, moment in moments.items():
-        if any(t is not None and not torch.isfinite(t).all() for t in (moment.inputs_II, moment.rows_O)):
+        if not _is_finite(moment):
             raise DataError(f"`calibration` must give finite activations, but the inputs of {name!r} are not.")
     return moments
+
+
+def _is_finite(moments: Moments) -> bool:
+    """Whether all numbers are. Of a sum of x x^T the diagonal tells, which has its largest."""
+    diagonal = None if moments.inputs_II is None else moments.inputs_II.diagonal()
+    return all(bool(torch.isfinite(t).all()) for t in (diagonal, moments.rows_O) if t is not None)
 
 
 def moment_bytes(sites: Sequence[Site], dtype: torch.dtype) -> int:
@@ -203,7 +209,7 @@ class OutputFisher:
         weights = {name: seen.weights() for name, seen in self.outputs.items()}
         weights |= {name: seen.weights(weights.get(name, Moments()).rows_O) for name, seen in self.lookups.items()}
         for name, seen in weights.items():
-            if not all(torch.isfinite(t).all() for t in (seen.rows_O, seen.inputs_II) if t is not None):
+            if not _is_finite(seen):
                 raise DataError(f"`loss` must have finite gradients, but that of the outputs of {name!r} is not.")
         return {name: seen if _depends(seen) else Moments() for name, seen in weights.items()}
 
