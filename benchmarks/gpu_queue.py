@@ -32,6 +32,7 @@ import zipfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gpu_tests
 import torch
@@ -68,20 +69,6 @@ TINY = "--tiny --layers 1 --repeats 2"
 TINY_RUN = "--base.steps 6 --training.steps 6 --method.anneal_steps 3 --training.eval_every 3 --base.eval_every 3"
 
 JOBS = {
-    "compress": Job(
-        command=f"{_script('gpu_compress')} --record {{records}}/gpu-compress.json",
-        toy="+ --tiny --layers 2 --windows 2",
-        seconds=400,
-        record="gpu-compress.json",
-        least=180,
-    ),
-    "decoder": Job(
-        command=f"{_script('gpu_decoder')} --variants '{VARIANTS}' --record {{records}}/gpu-decoder.json",
-        toy=f"+ {TINY}",
-        seconds=420,
-        record="gpu-decoder.json",
-        least=150,
-    ),
     "arena": Job(
         # it is stopped by this queue
         command=f"{_script('arena_queue')} {{data}}/arena {{records}} run --mps --minutes 60",
@@ -158,6 +145,20 @@ JOBS = {
         record="results.csv",
     ),
     "inference": Job(command=f"{_script('gpu_inference')} --record", toy="+ --tiny", seconds=240, record="results.csv"),
+    "compress": Job(
+        command=f"{_script('gpu_compress')} --record {{records}}/gpu-compress.json",
+        toy="+ --tiny --layers 2 --windows 2",
+        seconds=400,
+        record="gpu-compress.json",
+        least=180,
+    ),
+    "decoder": Job(
+        command=f"{_script('gpu_decoder')} --variants '{VARIANTS}' --record {{records}}/gpu-decoder.json",
+        toy=f"+ {TINY}",
+        seconds=420,
+        record="gpu-decoder.json",
+        least=150,
+    ),
     "half-hour": Job(
         command=f"{_run('enwik8-sru-30min')} --corpus.data {{data}}",
         toy=_run(f"demo {TINY_RUN}"),
@@ -236,7 +237,12 @@ def merged(name: str, before: str, made: str) -> str:
         return made
     part, keys = SHARED[name]
     content, more = json.loads(before), json.loads(made)
-    rows = {tuple(row[key] for key in keys): row for row in (*content[part], *more[part])}
+    rows: dict[tuple[Any, ...], Any] = {}
+    for row in (*content[part], *more[part]):
+        known = rows.setdefault(tuple(row[key] for key in keys), row)
+        # a queue may have had time for a few cases only
+        if row.get("tried", 0) >= known.get("tried", 0):
+            rows[tuple(row[key] for key in keys)] = row
     return json.dumps({**content, part: list(rows.values())}, indent=1) + "\n"
 
 

@@ -296,6 +296,14 @@ def test_every_job_has_a_script_a_dry_run_and_a_time() -> None:
         assert each.toy and each.least <= each.seconds
 
 
+def test_a_row_of_fewer_cases_does_not_take_the_place_of_one_of_more() -> None:
+    def record(**tried: int) -> str:
+        return json.dumps({"rows": [{"name": name, "tried": number} for name, number in tried.items()]})
+
+    found = json.loads(gpu_queue.merged("torture.json", record(fuzz=100, kills=5), record(fuzz=60, kills=7, disk=1)))
+    assert {row["name"]: row["tried"] for row in found["rows"]} == {"fuzz": 100, "kills": 7, "disk": 1}
+
+
 def test_tests_that_passed_are_not_run_again_and_a_failure_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "test_toy.py").write_text(
         "import os, pytest\n"
