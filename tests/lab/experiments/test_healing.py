@@ -147,6 +147,11 @@ def test_the_next_rate_is_beyond_the_best_and_only_where_none_was_tried(
         assert rate not in series
 
 
+def test_where_all_rates_diverged_a_lower_one_is_next() -> None:
+    assert rates_beyond({"0.0003": None, "0.001": None}) == [1e-4]
+    assert rates_beyond({"0.0003": None, "0.001": None, "0.0001": None}) == [3e-5]
+
+
 def test_a_rate_that_diverges_is_not_chosen(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankwise.lab.experiments.healing import folder
 

@@ -265,11 +265,16 @@ def best_rate(losses: Mapping[str, float | None]) -> float | None:
 
 
 def rates_beyond(losses: Mapping[str, float | None]) -> list[float]:
-    """The rate after the best of those tried, in steps of 1, 3, 10, if no rate beyond the best was tried."""
-    best, tried = best_rate(losses), [float(name) for name in losses]
-    if best is None or min(tried) < best < max(tried):
+    """The rate after the best of those tried, in steps of 1, 3, 10, if no rate beyond the best was tried.
+
+    If all diverged, the next lower one.
+    """
+    tried = [float(name) for name in losses]
+    best = best_rate(losses) or min(tried)
+    if min(tried) < best < max(tried):
         return []
-    half_powers = round(2 * math.log10(best)) + (1 if best == max(tried) else -1)
+    rises = best == max(tried) and best_rate(losses) is not None
+    half_powers = round(2 * math.log10(best)) + (1 if rises else -1)
     return [float(f"{10 ** (half_powers / 2):.0e}")]
 
 

@@ -19,8 +19,8 @@ from rankwise.errors import InvalidValueError
 from rankwise.lab.training.config import Device, LoopConfig, check_choice, check_positive, check_whole, device_of
 from rankwise.lab.training.objective import Trainable
 
-RATES = (1e-4, 3e-4, 1e-3)
-"""Learning rates that are tried first."""
+RATES = (3e-4, 1e-3)
+"""Learning rates that are tried first: the better one decides on which side a third is tried."""
 MOST_RATES = 6
 """Rates that are tried in all."""
 LEAST_TRIED = 5
@@ -47,7 +47,7 @@ class HealingConfig:
     lr: float | None = None
     """The peak of the learning rate. None: the best of `rates` in short trials, on text that is held out."""
     rates: tuple[float, ...] | None = None
-    """Learning rates that are tried. None: 1e-4, 3e-4 and 1e-3, and the next one as long as the best is at an end."""
+    """Learning rates that are tried. None: 3e-4 and 1e-3, and the next one as long as the best is at an end."""
     checkpointing: bool | None = None
     """Compute activations again in the backward pass, for less memory. None: for a billion parameters and more."""
     accumulate: int | None = None
