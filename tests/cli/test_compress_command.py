@@ -18,6 +18,7 @@ from rankwise.cli.app import run
 from rankwise.lab.data.corpus import open_corpus
 from rankwise.lab.data.windows import Evaluation
 from rankwise.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from rankwise.lab.report.found import read
 from rankwise.lab.tasks.language import LanguageModel, evaluate
 from rankwise.modules import PivotLinear
 from tests.cli.cli_toys import LETTERS, cache, refusal
@@ -182,12 +183,20 @@ def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
     assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
     assert (tmp_path / "small/model.safetensors").read_bytes() == made
     assert run([*words, str(tmp_path / "small")]) == 0
-    shown = capsys.readouterr().err
+    said, shown = capsys.readouterr()
     assert "healing at" in shown and "Compressing layer by layer" not in shown
+    # what was made before the stop is said too
+    assert "parameters, 2" in said and " ms dense, " in said and " before, " in said
     assert run([*words, str(tmp_path / "whole")]) == 0
     found, whole = (tmp_path / name / "model.safetensors" for name in ("small", "whole"))
     assert found.read_bytes() == whole.read_bytes() != made
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
+    # a report shows what the healed model loses
+    report = read([tmp_path / "small"])
+    record = json.loads((tmp_path / "small/compression.json").read_text())
+    row = report.runs[0].record["rows"][1]
+    assert not report.problems and row["name"] == "svd, healed"
+    assert row["test"] == {record["healed"]["measure"]: record["healed"]["small"]}
     # nor does a stop at the very end, when the state of healing is removed
     stock = os.replace
 
@@ -238,7 +247,9 @@ def folder(tmp_path: Path) -> Path:
             "RUN --removed 0.2 --calibration short.txt --window 4 --windows 1 --heal 6",
             "`text` must hold at least 16 x 8 tokens to train on, but short.txt has",
         ),
-        ("RUN --removed 0.2 --calibration text.txt --heal 1", "`steps` must be a whole number of at least 2, but is 1"),
+        ("RUN --removed 0.2 --calibration text.txt --heal 1", "`--heal` must be 0 or at least 2 steps, but is 1"),
+        ("RUN --removed 0.2 --calibration text.txt --heal -3", "`--heal` must be 0 or at least 2 steps, but is -3"),
+        ("RUN --removed 0.2 --calibration text.txt --calibration none", "`--calibration none` must stand alone"),
         ("RUN --removed 0.2 --calibration text.txt --windows 0", r"\(--windows\) must be a whole number of at least 1"),
         ("RUN --removed 0.2 --exclude nothing", "'nothing' matches none"),
         ("RUN --removed 0.999", "Remove at most 0."),

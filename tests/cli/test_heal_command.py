@@ -45,7 +45,7 @@ def test_the_last_line_tells_what_was_gained_and_what_to_do_next(
     assert shown.out.startswith(f"{out}: perplexity ")
     assert shown.out.count("\n") == 1
     assert " dense, " in shown.out and " before, " in shown.out and " after (" in shown.out
-    found = re.search(r"960 tokens in 20 steps at a rate of (\S+), the best of (0.0001, 0.0003, 0.001.*?); ", shown.out)
+    found = re.search(r"960 tokens in 20 steps at a rate of (\S+), the best of (0.0003, 0.001.*?); ", shown.out)
     assert found and found[1] in found[2].split(", ")
     command = shown.out.partition("Next: ")[2].split()
     assert command == ["rankwise", "bench", str(out)]

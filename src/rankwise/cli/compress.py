@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -140,6 +140,10 @@ def compress(options: Options) -> None:
     settings["embeddings"] = {"auto": None, "yes": True, "no": False}[options.embeddings]
     source = _source(options.subject)
     texts = [Path(name) for name in _named(options) if name != "generated"]
+    if "none" in options.calibration and len(options.calibration) > 1:
+        raise RankwiseError("`--calibration none` must stand alone, but texts are named too. Leave it out.")
+    if options.heal < 0 or options.heal == 1:
+        raise RankwiseError(f"`--heal` must be 0 or at least 2 steps, but is {options.heal} instead.")
     if options.heal and not texts and not _generates(options, source):
         raise RankwiseError("`--heal` needs a text, but there is none. Name one with --calibration.")
     settings["calibration"] = _calibration(options, source, texts)
@@ -148,7 +152,9 @@ def compress(options: Options) -> None:
     asked |= {"model": options.subject, "calibration": options.calibration, "measure": list(map(str, options.measure))}
     device: Any = "cpu" if options.device.startswith("cpu") else "auto"
     healing = {"steps": options.heal, "device": device, "generated": _generates(options, source), "about": asked}
-    if not (options.heal and is_unfinished(options.out, asked)):
+    if options.heal and is_unfinished(options.out, asked):
+        made = _made_before(options.out)
+    else:
         if options.heal:
             # healing would refuse it only after the model is compressed; what compression refuses comes first
             source.read(settings["calibration"])
@@ -160,6 +166,17 @@ def compress(options: Options) -> None:
     if options.heal:
         healed = _heal(options, texts, healing)
     _show(options, made, healed, has_text=settings["calibration"] is not None or bool(options.calibration))
+
+
+def _made_before(out: str) -> Compressed | None:
+    """What a command that was stopped had made; None where that is not known."""
+    from rankwise.deploy.compressed import Compressed
+    from rankwise.deploy.save import COMPRESSION
+    from rankwise.files import read_json
+
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Compressed.from_json(read_json(Path(out) / COMPRESSION))
+    return None
 
 
 def _show(options: Options, made: Compressed | None, healed: Healed | None, *, has_text: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,14 @@ class Compressed(SizeReport):
     in_turns: bool = False
     """Whether the two were timed in turns, and not one after the other."""
     device: str = "cpu"
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Compressed:
+        """What the record of a folder says."""
+        given = {each.name: record[each.name] for each in fields(cls)}
+        given["quality"] = None if given["quality"] is None else Quality(**given["quality"])
+        given["speed"] = {int(number): (dense, small) for number, (dense, small) in given["speed"].items()}
+        return cls(**given)
 
     def is_better(self, other: Compressed) -> bool:
         """Whether less is lost than in another model of the same size."""

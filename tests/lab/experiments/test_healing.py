@@ -213,10 +213,12 @@ def test_a_healing_that_is_stopped_anywhere_ends_with_the_same_weights(place: Pa
 def test_a_stopped_healing_goes_on_only_with_what_it_began_with(place: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         healed(place, "decoder", tmp_path / "healed", lr=1e-3, watcher=Phases("healing at a rate of 0.001", 3))
-    with pytest.raises(rw.CheckpointError, match="`steps` was 10 and is now 11. Restore it, or choose another folder"):
+    with pytest.raises(rw.CheckpointError, match="`steps` was 10 and is now 11. Restore it, .* Or remove"):
         healed(place, "decoder", tmp_path / "healed", lr=1e-3, steps=11)
     text = text_file(tmp_path / "text.txt", seed=5)
-    with pytest.raises(rw.CheckpointError, match="`text` was .* and is now"):
+    with pytest.raises(
+        rw.CheckpointError, match="that of another text. Give it again, or remove .*healing to begin afresh"
+    ):
         heal_folder(place / "decoder-small", place / "decoder", [text], tmp_path / "healed", **QUICK, lr=1e-3)
 
 
@@ -303,7 +305,7 @@ def test_another_model_is_not_taken_for_one_that_was_saved(
             heal()
     file = folder / "model.safetensors"
     save_file({name: 1.01 * tensor for name, tensor in weights(folder).items()}, file, {"format": "pt"})
-    with pytest.raises(RankwiseError, match="`student` was .* and is now"):
+    with pytest.raises(RankwiseError, match="that of another model. Give it again, or remove"):
         heal()
     assert not is_unfinished(folder)
     # as before the model was saved: what was learned is not lost
@@ -430,10 +432,39 @@ def test_a_healing_goes_on_with_the_weights_that_it_began_with_alone(place: Path
     file = tmp_path / whose / "model.safetensors"
     before = file.read_bytes()
     save_file({name: 1.01 * tensor for name, tensor in weights(file.parent).items()}, file, {"format": "pt"})
-    with pytest.raises(RankwiseError, match="`(student|teacher)` was .* and is now"):
+    with pytest.raises(RankwiseError, match="that of another (model|teacher). Give it again, or remove"):
         heal()
     file.write_bytes(before)
     assert heal().after > 0
+
+
+def test_a_dense_model_that_is_far_worse_than_the_compressed_one_is_doubted(place: Path, tmp_path: Path) -> None:
+    doubt = "Is it the one that this was made from?"
+    Path(shutil.copytree(place / "decoder", tmp_path / "other"))
+    changed = {name: 3 * torch.randn_like(tensor) for name, tensor in weights(tmp_path / "other").items()}
+    save_file(changed, tmp_path / "other/model.safetensors", {"format": "pt"})
+    for teacher, doubted in ((tmp_path / "other", True), (place / "decoder", False)):
+        said: list[str] = []
+        given: dict[str, Any] = {**QUICK, "lr": 1e-4, "steps": 4, "say": said.append, "overwrite": True}
+        done = heal_folder(place / "decoder-small", teacher, [place / "text.txt"], tmp_path / "out", **given)
+        assert (done.dense > 1.5 * done.before) == doubted
+        assert any(doubt in line for line in said) == doubted
+
+
+def test_a_healing_goes_on_where_other_milliseconds_were_measured(place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "decoder-small", tmp_path / "small"))
+
+    def heal(**more: Any) -> Healed:
+        given = (folder, place / "decoder", [place / "text.txt"], tmp_path / "out")
+        return heal_folder(*given, **QUICK, lr=3e-3, **more)
+
+    (folder / "compression.json").write_text('{"speed": 1}')
+    with pytest.raises(KeyboardInterrupt):
+        heal(watcher=Phases("healing at a rate of 0.003", 5))
+    (folder / "compression.json").write_text('{"speed": 2}')
+    done = heal()
+    kept = json.loads((tmp_path / "out/compression.json").read_text())
+    assert kept == {"speed": 2, "healed": {"measure": "perplexity", "dense": done.dense, "small": done.after}}
 
 
 def test_a_rate_that_fails_may_be_replaced(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

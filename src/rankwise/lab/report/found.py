@@ -274,7 +274,7 @@ def compressed_run(folder: Path, title: str) -> Run:
     if record.get("format") != COMPRESSED or record.get("version") != VERSION:
         raise CheckpointError(f"holds a {COMPRESSION} of another version of rankwise. Compress it again")
     try:
-        quality, speed = record["quality"], record["speed"]
+        quality, speed = record.get("healed") or record["quality"], record["speed"]
         longest = max(speed, key=int, default=None)
         rows = []
         for place, name in enumerate(("dense", record["method"])):
@@ -286,6 +286,8 @@ def compressed_run(folder: Path, title: str) -> Run:
             rows.append(row)
         kept = {key: record[key] for key in ("removed", "removed_of_prunable", "matrices", "ranks", "nonzeros")}
         rows[1] |= {**kept, "folder": ".", "asked": record["budget"]}
+        if record.get("healed"):
+            rows[1]["name"] += ", healed"
         made = {**record, "rows": rows, "corpus": {"name": title}, "measured_on": "kept-back"}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"holds a damaged {COMPRESSION}: {error!r}") from None

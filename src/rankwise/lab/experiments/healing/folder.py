@@ -21,14 +21,19 @@ from torch import nn
 
 from rankwise.core.budget import count
 from rankwise.deploy.inputs import ERROR
+from rankwise.deploy.save import COMPRESSION
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
 from rankwise.lab.experiments.healing.pair import (
+    ABOUT,
     MOST_RATES,
     RATES,
     REMEDY,
     HealingConfig,
     Pair,
+    best_rate,
+    check_goes_on,
+    rates_beyond,
     state_of,
     weights_of,
 )
@@ -37,12 +42,13 @@ from rankwise.lab.experiments.healing.streams import StreamPair
 from rankwise.lab.experiments.run_folder import EXPERIMENT, find_run
 from rankwise.lab.experiments.saved_models import kind_of, open_model
 from rankwise.lab.training import Watcher, fit
-from rankwise.lab.training.checkpoint import check_same
 from rankwise.lab.training.ranks import refuse_several
 from rankwise.lab.training.records import read_json, write_file
 from rankwise.lab.training.run import DivergedError
 
-STATE, TRAINING, ABOUT, RESULT = "healing.json", "training", "about", "result"
+STATE, TRAINING, RESULT = "healing.json", "training", "result"
+DOUBTFUL = 1.5
+"""A dense model whose perplexity is so many times the compressed one's is probably another model."""
 FIGURES = ("dense", "before", "after")
 """What was measured, which may be infinite."""
 Place = str | os.PathLike[str]
@@ -155,7 +161,7 @@ def _begin(place: Path, pair: Pair, about: Mapping[str, Any] | None) -> None:
     """Refuse to go on with what differs, before text is written or read; and note that a healing has begun."""
     asked = json.loads(json.dumps({**pair.made_from(), ABOUT: about, "settings": asdict(pair.config)}))
     if (before := _learned(place)) is not None:
-        check_same({name: before["of"].get(name) for name in asked}, asked, place)
+        check_goes_on({name: before["of"].get(name) for name in asked}, asked, place)
         return
     _check_place(place)
     write_file(place / STATE, {"of": asked, "rates": {}, "seconds": 0.0})
@@ -203,7 +209,7 @@ def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
     # what was written there since is another model, but for the healed one
     if before["of"].get("student") != state_of(_model_of(os.fspath(out))) and _saved(folder, Path(out)) is None:
         return False
-    check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
+    check_goes_on({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, folder)
     return True
 
 
@@ -215,7 +221,7 @@ def check_healing(
     refuse_several("Healing")
     config, place, name = HealingConfig(**{**settings, "generated": False}), _work_folder(Path(out)), os.fspath(model)
     if (before := _learned(place)) is not None:
-        check_same({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, place)
+        check_goes_on({ABOUT: before["of"].get(ABOUT)}, {ABOUT: about}, place)
     _check_place(place)
     kind = StreamPair if kind_of(Path(name)) in ("saved", "run") else PretrainedPair
     pair: Pair = kind(_model_of(name), _model_of(name), config)
@@ -258,26 +264,6 @@ def _model_of(name: str) -> str:
     return str(find_run(Path(name)).path) if (Path(name) / EXPERIMENT).is_file() else name
 
 
-def best_rate(losses: Mapping[str, float | None]) -> float | None:
-    """The rate of the lowest loss; None if all diverged."""
-    found = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    return float(min(found, key=lambda name: found[name])) if found else None
-
-
-def rates_beyond(losses: Mapping[str, float | None]) -> list[float]:
-    """The rate after the best of those tried, in steps of 1, 3, 10, if no rate beyond the best was tried.
-
-    If all diverged, the next lower one.
-    """
-    tried = [float(name) for name in losses]
-    best = best_rate(losses) or min(tried)
-    if min(tried) < best < max(tried):
-        return []
-    rises = best == max(tried) and best_rate(losses) is not None
-    half_powers = round(2 * math.log10(best)) + (1 if rises else -1)
-    return [float(f"{10 ** (half_powers / 2):.0e}")]
-
-
 class Work:
     """The folder that keeps the state of a healing."""
 
@@ -288,7 +274,7 @@ class Work:
         self.of: dict[str, Any] = json.loads(json.dumps(made_from))
         before = _learned(folder)
         if before is not None:
-            check_same(before["of"], self.of, folder)
+            check_goes_on(before["of"], self.of, folder)
         state = before or {"of": self.of, "rates": {}, "seconds": 0.0}
         self.rates: dict[str, float | None] = state["rates"]
         self.seconds: float = state["seconds"]
@@ -301,6 +287,11 @@ class Work:
         student = pair.load()
         before, size = pair.measured(student), count(student)
         del student
+        if pair.measure != ERROR and pair.dense > DOUBTFUL * before:
+            say(
+                f"The dense model is worse on text that is held out than the compressed one ({pair.measure} "
+                f"{pair.dense:.4g} and {before:.4g}). Is it the one that this was made from?"
+            )
         self._keep()
         lr = pair.config.lr or self._best_rate()
         self.watcher.phase(f"healing at a rate of {lr:g}")
@@ -318,8 +309,15 @@ class Work:
         done = f"Distilled from {pair.teacher_name} on {record['corpus']['name']}: {healed.figures}; {healed.training}."
         # a stop after the model is saved is known by this
         self._keep({RESULT: healed.to_json(), "weights": weights_of(model)})
+        made = None
+        with suppress(RankwiseError):
+            # in place the folder is another one after that
+            made = read_json(Path(pair.folder) / COMPRESSION)
         for line in pair.save(model, out, after, done, overwrite):
             say(line)
+        if made is not None:
+            figures = {"measure": pair.measure, "dense": pair.dense, "small": after}
+            write_file(out / COMPRESSION, {**made, "healed": figures if math.isfinite(after) else None})
         self._remove()
         return healed
 

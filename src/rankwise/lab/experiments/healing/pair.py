@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from rankwise.errors import InvalidValueError
+from rankwise.deploy.save import COMPRESSION
+from rankwise.errors import CheckpointError, InvalidValueError
+from rankwise.lab.training.checkpoint import check_same
 from rankwise.lab.training.config import Device, LoopConfig, check_choice, check_positive, check_whole, device_of
 from rankwise.lab.training.objective import Trainable
 
@@ -32,6 +34,10 @@ Count = Callable[[int, int], None]
 """Called with how many windows are generated, and of how many."""
 REMEDY = "Give the dense model that it was made from."
 """For a teacher that is another model."""
+ABOUT = "about"
+"""What else must be the same where a healing goes on: the options of `rankwise compress --heal`."""
+BEGAN_WITH = {"student": "model", "teacher": "teacher", "text": "text"}
+"""What a healing goes on with, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +170,8 @@ def state_of(name: str) -> str:
     """
     sha = hashlib.sha256(b"" if os.path.isdir(name) else f"{name} {_commit_of(name)}".encode())
     for path in sorted(Path(name).glob("*")) if os.path.isdir(name) else ():
-        if path.suffix in STATE_OF and path.is_file():
+        # the same compression takes other milliseconds each time
+        if path.suffix in STATE_OF and path.is_file() and path.name != COMPRESSION:
             size = path.stat().st_size
             sha.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
@@ -172,6 +179,47 @@ def state_of(name: str) -> str:
                     file.seek(place * size // SAMPLES)
                     sha.update(file.read(SAMPLE_BYTES))
     return sha.hexdigest()
+
+
+def best_rate(losses: Mapping[str, float | None]) -> float | None:
+    """The rate of the lowest loss; None if all diverged."""
+    found = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return float(min(found, key=lambda name: found[name])) if found else None
+
+
+def rates_beyond(losses: Mapping[str, float | None]) -> list[float]:
+    """The rate after the best of those tried, in steps of 1, 3, 10, if no rate beyond the best was tried.
+
+    If all diverged, the next lower one.
+    """
+    tried = [float(name) for name in losses]
+    best = best_rate(losses) or min(tried)
+    if min(tried) < best < max(tried):
+        return []
+    rises = best == max(tried) and best_rate(losses) is not None
+    half_powers = round(2 * math.log10(best)) + (1 if rises else -1)
+    return [float(f"{10 ** (half_powers / 2):.0e}")]
+
+
+def check_goes_on(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
+    """Refuse to go on with the state in `place` of another healing."""
+    afresh = f"remove {place} to begin afresh"
+    if (before.get(ABOUT) is None) != (now.get(ABOUT) is None):
+        command = "rankwise heal" if before.get(ABOUT) is None else "rankwise compress --heal"
+        raise CheckpointError(
+            f"A healing goes on with the command that it began with, but the state in {place} is that of `{command}`. "
+            f"Repeat that command, or {afresh}."
+        )
+    for name, words in BEGAN_WITH.items():
+        if name in now and before.get(name) != now[name]:
+            raise CheckpointError(
+                f"A healing goes on with the {words} that it began with, but the state in {place} is that of another "
+                f"{words}. Give it again, or {afresh}."
+            )
+    try:
+        check_same(before, now, place)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Or {afresh}.") from None
 
 
 def weights_of(model: nn.Module) -> str:

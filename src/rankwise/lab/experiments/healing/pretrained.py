@@ -127,7 +127,8 @@ class PretrainedPair(Pair):
                 f"The dense model has written {found.own / found.times:.0f} windows to train on, so each is read "
                 f"{found.times * times:.0f} times: more text would heal better, from a file or written on a GPU."
             )
-        self.held_out = f"{len(found.held_out_NT)} windows held out"
+        number = len(found.held_out_NT)
+        self.held_out = f"{number} window{'s'[: number - 1]} held out"
         return found.fingerprint
 
     def _written(self, special: SpecialTokens, folder: Path, count: Count, number: int) -> Tensor:
