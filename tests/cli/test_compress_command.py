@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+import rankwise.deploy.save as saving
 from rankwise.cli import progress
 from rankwise.cli.app import run
 from rankwise.lab.data.corpus import open_corpus
@@ -179,8 +180,8 @@ def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
     made = (tmp_path / "small/model.safetensors").read_bytes()
     capsys.readouterr()
     # no other model takes its place unnoticed
-    assert run([*words, str(tmp_path / "small"), "--removed", "0.5", "--overwrite"]) == 2
-    assert "small.healing `removed` was 0.2 and is now 0.5" in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "small"), "--removed", "0.5"]) == 2
+    assert "must be new" in capsys.readouterr().err
     assert (tmp_path / "small/model.safetensors").read_bytes() == made
     assert run([*words, str(tmp_path / "small")]) == 0
     said, shown = capsys.readouterr()
@@ -215,6 +216,32 @@ def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
     assert found.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
     # and now there is a model that is complete
+    assert run([*words, str(tmp_path / "small")]) == 2
+    assert "must be new" in capsys.readouterr().err
+
+
+@nothing_learned
+def test_a_stop_at_the_moment_at_which_the_compressed_model_appears_loses_nothing(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
+    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--removed", "0.2", "--out"]
+    stock = saving._put
+
+    def put(source: Path, target: Path) -> None:
+        stock(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_put", put)
+        assert run([*words, str(tmp_path / "small")]) == 130
+    capsys.readouterr()
+    # a command that only compresses is another one
+    assert run([*words[: words.index("--heal")], *words[-3:], str(tmp_path / "small")]) == 2
+    assert "must be new" in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "small")]) == 0
+    assert "Compressing layer by layer" not in capsys.readouterr().err
+    # and once it is healed it is not healed again
     assert run([*words, str(tmp_path / "small")]) == 2
     assert "must be new" in capsys.readouterr().err
 

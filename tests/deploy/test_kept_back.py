@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.compress import Data, Listener, Source, compress_folder
+from rankwise.deploy.compress import Beside, Data, Listener, Source, compress_folder
 from rankwise.deploy.compressed import Compressed, milliseconds
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.deploy.inputs import ERROR, MUCH, Calibration, KeptBack, read_windows, text_windows
@@ -162,7 +162,7 @@ def attempts(loss: Any, *, skips: bool) -> tuple[Compressed, list[tuple[str, flo
         def check_target(self, folder: Path, overwrite: bool) -> None:
             assert not overwrite
 
-        def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+        def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool, beside: Beside) -> list[str]:
             assert overwrite == bool(saved)
             saved.append((made.ranks, kept.measured(small)))
             return []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.deploy.compress import Data, Listener, Source, compress_folder
+from rankwise.deploy.compress import Beside, Data, Listener, Source, compress_folder
 from rankwise.deploy.compressed import Compressed
 from rankwise.deploy.inputs import Calibration
 from tests.oneshot.test_blockwise import Stack
@@ -50,7 +50,7 @@ class Folder(Source):
     def check_target(self, folder: Path, overwrite: bool) -> None:
         pass
 
-    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool, beside: Beside) -> list[str]:
         self.saved = {name: tensor.clone() for name, tensor in small.state_dict().items()}
         return []
 

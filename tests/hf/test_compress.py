@@ -521,7 +521,7 @@ def test_what_cannot_be_healed_is_refused_before_it_is_compressed(
     heal = ["heal", str(tmp_path / "made"), "--teacher", model, "--text", str(text), "--device", "cpu", "--out"]
     assert run([*heal, str(tmp_path / "healed")]) == 2
     assert line.splitlines()[-1] == capsys.readouterr().err.splitlines()[-1]
-    assert "`steps` must be a whole number of at least 2, but is 1" in refused(1, "--out", out)
+    assert "`--heal` must be 0 or at least 2 steps, but is 1" in refused(1, "--out", out)
     # what compression refuses is said in its own words
     assert "`calibration` must be a text, but" in refused(4, "--calibration", tmp_path / "none.txt", "--out", out)
     (tmp_path / "small.healing").mkdir()

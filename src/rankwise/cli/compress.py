@@ -128,7 +128,7 @@ def compress(options: Options) -> None:
     check_name(options.subject)
     from rankwise.core.budget import Budget
     from rankwise.deploy.compress import compress_folder
-    from rankwise.lab.experiments.healing import check_healing, expect_healing, is_unfinished
+    from rankwise.lab.experiments.healing import check_healing, is_unfinished
 
     sizes = sizes_of(options)
     if len(sizes) != 1:
@@ -160,9 +160,8 @@ def compress(options: Options) -> None:
             source.read(settings["calibration"])
             check_healing(options.subject, texts, options.out, **healing)
         with _listening() as listener:
-            made = compress_folder(source, Budget(**sizes), options.out, **settings, listener=listener)
-        if options.heal:
-            expect_healing(options.out, asked)
+            settings |= {"listener": listener, "about": asked if options.heal else None}
+            made = compress_folder(source, Budget(**sizes), options.out, **settings)
     if options.heal:
         healed = _heal(options, texts, healing)
     _show(options, made, healed, has_text=settings["calibration"] is not None or bool(options.calibration))

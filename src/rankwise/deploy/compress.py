@@ -36,7 +36,6 @@ from rankwise.deploy.devices import Offloading, Placer
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN, Calibration, KeptBack, Windows, read_windows
 from rankwise.deploy.save import COMPRESSION, check_target, save
 from rankwise.errors import DataError, RankwiseError
-from rankwise.files import write_json
 from rankwise.latency import size_for
 from rankwise.methods.svd import Svd
 from rankwise.methods.width import Width
@@ -47,6 +46,10 @@ from rankwise.surroundings import surroundings
 TIMED_TOKENS = 128
 """Tokens of a call that is timed, where no calibration says how long texts are."""
 COMPRESSED = "rankwise-compressed"
+ABOUT = "about"
+"""What the record of a folder keeps of what `compress_folder` was told."""
+Beside = Mapping[str, Mapping[str, Any]]
+"""JSON files by name."""
 """The format of what a compressed folder keeps of its own making."""
 MOST_TOKENS = {"cuda": 4096, "cpu": 1024}
 """Tokens of a batch, by device."""
@@ -131,8 +134,8 @@ class Source(ABC):
         """Refuse a folder that must not be written."""
 
     @abstractmethod
-    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
-        """Write the folder; gives lines that a user should read."""
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool, beside: Beside) -> list[str]:
+        """Write the folder, with the JSON files `beside` the model; gives lines that a user should read."""
 
 
 def compress_folder(
@@ -154,6 +157,7 @@ def compress_folder(
     offload: Offloading = "auto",
     dtype: torch.dtype | None = None,
     listener: Listener | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Compressed:
     """Compress the model of `source` into the folder `out`, which appears when it is complete.
 
@@ -173,6 +177,7 @@ def compress_folder(
         offload: "disk": blocks are read from disk one at a time; "auto": where the model does not fit; "none": never.
         dtype: of the compressed model; by default that of the folder.
         listener: receives progress, and lines that a user should read.
+        about: what else the folder's record keeps, as JSON.
     """
     folder, listener = Path(out).resolve(), listener or Listener()
     source.check_target(folder, overwrite)
@@ -201,7 +206,7 @@ def compress_folder(
         kept = RefinedFolder(folder, {name: repr(value) for name, value in settings.items()})
         if refinement.steps:
             best = attempts.refined(best, refinement, kept)
-        best = attempts.save(best, folder, overwrite)
+        best = attempts.save(best, folder, overwrite, about)
         kept.remove()
         return best
 
@@ -316,7 +321,9 @@ class _Attempts:
         )
         return self.last
 
-    def save(self, best: Compressed, folder: Path, overwrite: bool) -> Compressed:
+    def save(
+        self, best: Compressed, folder: Path, overwrite: bool, about: Mapping[str, Any] | None = None
+    ) -> Compressed:
         """Time and save the best attempt, which is made again if another one came after it."""
         if best is not self.last:
             best = self.attempt(best.ranks)
@@ -329,11 +336,8 @@ class _Attempts:
             best = replace(best, speed=speed, in_turns=bool(in_turns))
         # its blocks are read from files
         self.load.close()
-        notes = self.source.save(self.small, best, folder, overwrite)
-        # a source may have put the model elsewhere
-        if folder.is_dir():
-            write_json(folder / COMPRESSION, self._record(best))
-        for note in notes:
+        record = self._record(best) | ({} if about is None else {ABOUT: about})
+        for note in self.source.save(self.small, best, folder, overwrite, {COMPRESSION: record}):
             self.listener.say(note)
         return best
 
@@ -353,8 +357,8 @@ class SavedModel(Source):
     """The model, the first time that it is loaded."""
     vocabulary: Any
     """What turns a text into tokens, for a language model (`rankwise.lab.data.vocabulary`), or None."""
-    beside: Mapping[str, Mapping[str, Any]]
-    """JSON files that are written along with the model, by name."""
+    beside: Beside
+    """What is written along with the model."""
     load_again: Callable[[], nn.Module]
     name: str = ""
 
@@ -365,8 +369,8 @@ class SavedModel(Source):
     def check_target(self, folder: Path, overwrite: bool) -> None:
         check_target(folder, overwrite)
 
-    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
-        save(small.cpu(), folder, overwrite=overwrite, beside=self.beside)
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool, beside: Beside) -> list[str]:
+        save(small.cpu(), folder, overwrite=overwrite, beside={**self.beside, **beside})
         return []
 
     def read(self, calibration: Calibration, progress: Progress | None = None) -> Callable[[nn.Module], Data]:

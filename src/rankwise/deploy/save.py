@@ -90,7 +90,9 @@ def save(
                 f"A saved tensor must be of a type that safetensors has, but one is {error.args[0]} instead. "
                 "Convert it first."
             ) from error
-        write_json(unfinished / STRUCTURE, sealed(structure, sorted(unfinished.iterdir())))
+        # what was measured of a model is no part of it
+        files = [file for file in sorted(unfinished.iterdir()) if file.name != COMPRESSION]
+        write_json(unfinished / STRUCTURE, sealed(structure, files))
         sync(unfinished)
 
 

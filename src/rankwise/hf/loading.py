@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 from rankwise.core.host_memory import release_freed_memory
 from rankwise.core.placement import device_of, offload_of
 from rankwise.deploy.architectures import building_at_most
-from rankwise.deploy.compress import Data, Source
+from rankwise.deploy.compress import Beside, Data, Source
 from rankwise.deploy.compressed import Compressed
 from rankwise.deploy.documents import SpecialTokens, check_known
 from rankwise.deploy.inputs import (
@@ -193,7 +193,7 @@ class PretrainedModel(Source):
     def check_target(self, folder: Path, overwrite: bool) -> None:
         check_pretrained_target(folder, overwrite)
 
-    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool) -> list[str]:
+    def save(self, small: nn.Module, made: Compressed, folder: Path, overwrite: bool, beside: Beside) -> list[str]:
         _use_cache(small, self.used_cache)
         found = made.quality
         quality = {found.measure: (found.dense, found.small)} if found and isfinite(found.small) else None
@@ -208,6 +208,7 @@ class PretrainedModel(Source):
                 measured_on=KEPT_BACK,
                 overwrite=overwrite,
                 files_from=self.name,
+                beside=beside,
             )
         return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
 

@@ -60,6 +60,7 @@ def save_pretrained(
     check_finite: bool = True,
     files_from: str | None = None,
     healing: str | None = None,
+    beside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[str]:
     """Write `model` into a new folder. After `import rankwise.hf` any `from_pretrained` loads it.
 
@@ -81,6 +82,7 @@ def save_pretrained(
         files_from: a folder or name whose files for sentence-transformers are copied, if it has them.
         healing: for the card: how the model of `files_from`, which has the same layers, was trained further. Where
             `size` or `speed` is not given, the card has what that folder's card says of them.
+        beside: JSON files that are written along, by name.
     """
     _check(model, size, {"quality": quality or {}, "speed": speed or {}})
     target = Path(folder).resolve()
@@ -93,6 +95,8 @@ def save_pretrained(
         earlier = sections_of(files_from) if healing is not None and files_from is not None else {}
         given = Card(model, target.name, size, quality or {}, speed or {}, base_model, measured_on, earlier, healing)
         write_card(unfinished, given)
+        for name, content in (beside or {}).items():
+            write_json(unfinished / name, content)
         return [] if files_from is None else _copy_sentence_files(files_from, unfinished)
 
 

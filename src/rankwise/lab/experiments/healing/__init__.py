@@ -3,9 +3,8 @@
 from rankwise.lab.experiments.healing.folder import (
     Healed,
     check_healing,
-    expect_healing,
     heal_folder,
     is_unfinished,
 )
 
-__all__ = ["Healed", "check_healing", "expect_healing", "heal_folder", "is_unfinished"]
+__all__ = ["Healed", "check_healing", "heal_folder", "is_unfinished"]

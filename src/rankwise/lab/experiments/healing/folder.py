@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from rankwise.core.budget import count
+from rankwise.deploy.compress import ABOUT
 from rankwise.deploy.inputs import ERROR
 from rankwise.deploy.save import COMPRESSION
 from rankwise.errors import CheckpointError, InvalidValueError, RankwiseError, first_line
 from rankwise.hub import check_name
 from rankwise.lab.experiments.healing.pair import (
-    ABOUT,
     MOST_RATES,
     RATES,
     REMEDY,
@@ -205,7 +205,9 @@ def is_unfinished(out: Place, about: Mapping[str, Any] | None = None) -> bool:
     folder = _work_folder(Path(out))
     before = read_json(folder / STATE, "of")
     if before is None:
-        return False
+        # compressed in order to be healed
+        made = _record_of(out) or {}
+        return made.get(ABOUT) is not None and made[ABOUT] == json.loads(json.dumps(about))
     # what was written there since is another model, but for the healed one
     if before["of"].get("student") != state_of(_model_of(os.fspath(out))) and _saved(folder, Path(out)) is None:
         return False
@@ -229,12 +231,11 @@ def check_healing(
         pair.read(_paths(texts), (), place, lambda done, total: None)
 
 
-def expect_healing(out: Place, about: Mapping[str, Any] | None = None) -> None:
-    """Note that the model in `out` is to be healed in place: if it is stopped before, `is_unfinished` says so."""
-    place = _work_folder(Path(out))
-    if _learned(place) is None:
-        of = {"student": state_of(_model_of(os.fspath(out))), ABOUT: about}
-        write_file(place / STATE, {"of": of, "rates": {}, "seconds": 0.0})
+def _record_of(folder: Place) -> dict[str, Any] | None:
+    """What `rankwise compress` has noted of a model; None where there is nothing that can be read."""
+    with suppress(RankwiseError):
+        return read_json(Path(folder) / COMPRESSION)
+    return None
 
 
 def _work_folder(out: Path) -> Path:
@@ -309,15 +310,14 @@ class Work:
         done = f"Distilled from {pair.teacher_name} on {record['corpus']['name']}: {healed.figures}; {healed.training}."
         # a stop after the model is saved is known by this
         self._keep({RESULT: healed.to_json(), "weights": weights_of(model)})
-        made = None
-        with suppress(RankwiseError):
-            # in place the folder is another one after that
-            made = read_json(Path(pair.folder) / COMPRESSION)
-        for line in pair.save(model, out, after, done, overwrite):
-            say(line)
+        figures = {"measure": pair.measure, "dense": pair.dense, "small": after} if math.isfinite(after) else None
+        made = _record_of(pair.folder)
         if made is not None:
-            figures = {"measure": pair.measure, "dense": pair.dense, "small": after}
-            write_file(out / COMPRESSION, {**made, "healed": figures if math.isfinite(after) else None})
+            # it is not to be healed any more
+            made = {**{name: value for name, value in made.items() if name != ABOUT}, "healed": figures}
+        beside = {} if made is None else {COMPRESSION: made}
+        for line in pair.save(model, out, after, done, overwrite, beside):
+            say(line)
         self._remove()
         return healed
 

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from rankwise.deploy.compress import ABOUT, Beside
 from rankwise.deploy.save import COMPRESSION
 from rankwise.errors import CheckpointError, InvalidValueError
 from rankwise.lab.training.checkpoint import check_same
@@ -34,8 +35,6 @@ Count = Callable[[int, int], None]
 """Called with how many windows are generated, and of how many."""
 REMEDY = "Give the dense model that it was made from."
 """For a teacher that is another model."""
-ABOUT = "about"
-"""What else must be the same where a healing goes on: the options of `rankwise compress --heal`."""
 BEGAN_WITH = {"student": "model", "teacher": "teacher", "text": "text"}
 """What a healing goes on with, in words."""
 
@@ -155,8 +154,11 @@ class Pair(ABC):
         """The model with weights of the precision that they have in the folder."""
 
     @abstractmethod
-    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool) -> list[str]:
-        """Write the folder; gives lines that a user should read. `done` says what was done."""
+    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool, beside: Beside) -> list[str]:
+        """Write the folder, with the JSON files `beside` the model; gives lines that a user should read.
+
+        `done` says what was done.
+        """
 
     def made_from(self) -> dict[str, str]:
         """Tells whether folders are the same as before, without reading their weights."""

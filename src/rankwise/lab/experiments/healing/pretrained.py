@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.budget import count
+from rankwise.deploy.compress import Beside
 from rankwise.deploy.documents import SpecialTokens
 from rankwise.deploy.inputs import KeptBack, encoder, is_decoder, positions_of, special_tokens
 from rankwise.distill import Distillation
@@ -208,7 +209,7 @@ class PretrainedPair(Pair):
             parameter.data = parameter.data.to(self.dtypes[name]).float()
         return model
 
-    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool) -> list[str]:
+    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool, beside: Beside) -> list[str]:
         from rankwise.hf.saving import save_pretrained
 
         known: Any = model.cpu().eval()
@@ -222,7 +223,8 @@ class PretrainedPair(Pair):
         with quiet():
             left = save_pretrained(
                 known, out, tokenizer=self.tokenizer, quality=quality, base_model=self.teacher_name,
-                overwrite=overwrite, files_from=self.folder, healing=done,
+                measured_on=f"{self.held_out} of {self.text.name}", overwrite=overwrite, files_from=self.folder,
+                healing=done, beside=beside,
             )  # fmt: skip
         return [f"Not copied, because only JSON, text and safetensors files are: {', '.join(left)}."] if left else []
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from rankwise.deploy.compress import Beside
 from rankwise.deploy.documents import MOST_UNKNOWN
 from rankwise.deploy.inputs import BYTES_PER_CHARACTER, BYTES_PER_TOKEN
 from rankwise.deploy.save import check_target, save
@@ -142,6 +143,6 @@ class StreamPair(Pair):
     def rounded(self, model: nn.Module) -> nn.Module:
         return model.to(self.dtype).float()
 
-    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool) -> list[str]:
-        save(model.to(self.dtype).cpu().eval(), out, overwrite=overwrite, beside=self.own.beside)
+    def save(self, model: nn.Module, out: Path, after: float, done: str, overwrite: bool, beside: Beside) -> list[str]:
+        save(model.to(self.dtype).cpu().eval(), out, overwrite=overwrite, beside={**self.own.beside, **beside})
         return []
