@@ -157,12 +157,17 @@ def test_a_healing_that_was_stopped_goes_on_only_for_the_model_that_it_began_wit
     assert rw.count(rw.load(tmp_path / "small")) <= 0.8 * rw.count(rw.load(finished / "dense" / "model"))
 
 
+def healed_words(finished: Path, place: Path) -> list[str]:
+    """A command that compresses and heals; the name of what it makes is missing."""
+    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
+    return [*words, "--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--removed", "0.2", "--out"]
+
+
 @nothing_learned
 def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
     finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
-    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--removed", "0.2", "--out"]
+    words = healed_words(finished, place)
     began: list[progress.Lines] = []
 
     class Impatient(progress.Lines):
@@ -224,8 +229,7 @@ def test_a_stop_between_compression_and_healing_or_after_both_loses_neither(
 def test_a_stop_at_the_moment_at_which_the_compressed_model_appears_loses_nothing(
     finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["compress", str(finished / "dense"), "--calibration", str(place / "text.txt"), "--windows", "8"]
-    words += ["--window", "16", "--device", "cpu", "--refine", "0", "--heal", "6", "--removed", "0.2", "--out"]
+    words = healed_words(finished, place)
     stock = saving._put
 
     def put(source: Path, target: Path) -> None:

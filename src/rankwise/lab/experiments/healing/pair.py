@@ -194,12 +194,11 @@ def rates_beyond(losses: Mapping[str, float | None]) -> list[float]:
 
     If all diverged, the next lower one.
     """
-    tried = [float(name) for name in losses]
-    best = best_rate(losses) or min(tried)
+    found, tried = best_rate(losses), [float(name) for name in losses]
+    best = min(tried) if found is None else found
     if min(tried) < best < max(tried):
         return []
-    rises = best == max(tried) and best_rate(losses) is not None
-    half_powers = round(2 * math.log10(best)) + (1 if rises else -1)
+    half_powers = round(2 * math.log10(best)) + (1 if found == max(tried) else -1)
     return [float(f"{10 ** (half_powers / 2):.0e}")]
 
 
